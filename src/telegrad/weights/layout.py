@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
+from telegrad.weights.boxes import Box
 from telegrad.weights.deltas import Section
 
 Weights = nn.Module | Mapping[str, Tensor]
@@ -38,6 +39,16 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class _Content(NamedTuple):
+    """A tensor of an image that gets its place. Those with the same identity get the same place."""
+
+    width: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_values: bool
+    identity: object
+
+
 @dataclass(frozen=True)
 class Layout:
     """The entries of an image by name, its sections and its size."""
@@ -49,27 +60,50 @@ class Layout:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """Return the layout of the images of these tensors."""
+        return cls._of(
+            {
+                name: _Content(
+                    _width(name, tensor),
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    not tensor.is_meta,
+                    _identity(tensor),
+                )
+                for name, tensor in tensors.items()
+            }
+        )
+
+    def part(self, boxes: Mapping[str, Box]) -> Layout:
+        """Return the layout of the images of these boxes of some of the tensors."""
+        contents = {}
+        for name, box in boxes.items():
+            offset, dtype, _ = self.entries[name]
+            identity = (offset, box) if offset >= 0 and box.volume else name
+            contents[name] = _Content(_width_of(dtype), dtype, box.sizes, offset >= 0, identity)
+        return self._of(contents)
+
+    @classmethod
+    def _of(cls, contents: Mapping[str, _Content]) -> Layout:
         entries: dict[str, Entry] = {}
         stored: dict[object, Entry] = {}  # by the identity of the memory
         sections = []
         end = 0
         for width in _WIDTHS:
             start = end
-            for name, tensor in tensors.items():
-                if _width(name, tensor) != width:
+            for name, content in contents.items():
+                if content.width != width:
                     continue
-                identity = _identity(tensor)
-                entry = stored.get(identity)
+                entry = stored.get(content.identity)
                 if entry is None:
-                    offset = -1 if tensor.is_meta else end
-                    entry = Entry(offset, tensor.dtype, tuple(tensor.shape))
-                    stored[identity] = entry
-                    if not tensor.is_meta:
+                    offset = end if content.has_values else -1
+                    entry = Entry(offset, content.dtype, content.shape)
+                    stored[content.identity] = entry
+                    if content.has_values:
                         end += _aligned(entry.nbytes)
                 entries[name] = entry
             if end > start:
                 sections.append(Section(start, end, width))
-        in_order = {name: entries[name] for name in tensors}
+        in_order = {name: entries[name] for name in contents}
         return cls(in_order, tuple(sections), end)
 
     def write(self, tensors: Mapping[str, Tensor], image: Tensor) -> None:
@@ -115,6 +149,18 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
+def renamed(
+    target: Mapping[str, Tensor], names: Rename | None
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Return the name, the published name and the tensor of each tensor that is written."""
+    for name, tensor in target.items():
+        published: str | None = name
+        if names is not None:
+            published = names(name) if callable(names) else names.get(name)
+        if published is not None:
+            yield name, published, tensor
+
+
 def pairs(
     layout: Layout, target: Mapping[str, Tensor], names: Rename | None
 ) -> Iterator[tuple[Tensor, Entry]]:
@@ -124,12 +170,7 @@ def pairs(
     name that it does not have, or for which it returns None, is not written. None: the same names,
     and all of them must have been published.
     """
-    for name, tensor in target.items():
-        published: str | None = name
-        if names is not None:
-            published = names(name) if callable(names) else names.get(name)
-        if published is None:
-            continue
+    for name, published, tensor in renamed(target, names):
         entry = layout.entries.get(published)
         if entry is None:
             raise UsageError(
@@ -151,7 +192,11 @@ def _width(name: str, tensor: Tensor) -> int:
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         raise UsageError(f"{name!r} is a {kind} tensor; only dense tensors can be published")
-    return tensor.dtype.itemsize // 2 if tensor.dtype.is_complex else tensor.dtype.itemsize
+    return _width_of(tensor.dtype)
+
+
+def _width_of(dtype: torch.dtype) -> int:
+    return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 def _identity(tensor: Tensor) -> object:

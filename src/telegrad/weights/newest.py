@@ -1,7 +1,7 @@
 """`NewestVersion`: the newest version that subscribers of a worker can read, and who waits for it.
 
 State, under `_lock`: `_reader`, how to read the newest version, its `_version` and `_epoch`;
-`_futures` of those that wait for a newer one; `_closed`.
+`_futures` of those that wait for a newer one; `_closed`; `_error`, why it cannot work as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from telegrad.futures import Future
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.versions import is_newer
 
-FIRST_DELAY = 0.01  # seconds until the first further attempt
+FIRST_DELAY, LONGEST_DELAY = 0.01, 0.5  # seconds between attempts
 
 Reader = Callable[[], Any]  # returns a context manager of `ReadVersion`
 
@@ -35,6 +35,7 @@ class NewestVersion:
         self._epoch = ""
         self._futures: list[tuple[int | None, Future[int]]] = []
         self._closed = False
+        self._error: UsageError | None = None
 
     @property
     def version(self) -> int | None:
@@ -45,6 +46,9 @@ class NewestVersion:
         """Return a future for the newest version once it is newer than `version`."""
         future: Future[int] = Future()
         with self._lock:
+            if self._error is not None:
+                future.set_exception(self._error)
+                return future
             if not self._closed and not is_newer(self._version, version):
                 self._futures.append((version, future))
                 return future
@@ -87,6 +91,8 @@ class NewestVersion:
         try:
             with self._changed:
                 while self._reader is None and not self._closed:
+                    if self._error is not None:
+                        raise self._error
                     left = None if until is None else until - time.monotonic()
                     if left is not None and left <= 0:
                         raise CallTimeout(f"no version of the weights {self.name!r} has arrived")
@@ -116,12 +122,24 @@ class NewestVersion:
                 future.set_exception(CallCancelled("the subscriber was closed"))
         return True
 
+    def _fail(self, error: UsageError | None) -> None:
+        """Let those that wait fail, because this cannot work as it is; None: now it can."""
+        with self._changed:
+            self._error = error
+            futures: list[tuple[int | None, Future[int]]] = []
+            if error is not None:
+                futures, self._futures = self._futures, []
+            self._changed.notify_all()
+        for _, future in futures:
+            future._try_complete(None, error)
+
     def _announce(self, epoch: str, version: int, reader: Reader) -> None:
         """Let subscribers read a version, unless they could read a newer one before."""
         with self._changed:
             if self._closed or (epoch == self._epoch and is_newer(self._version, version)):
                 return
             self._epoch, self._version, self._reader = epoch, version, reader
+            self._error = None
             due = [each for wanted, each in self._futures if is_newer(version, wanted)]
             self._futures = [each for each in self._futures if not is_newer(version, each[0])]
             self._changed.notify_all()

@@ -27,10 +27,11 @@ from telegrad.agent import Agent, runtime_of
 from telegrad.cuda import flat_memory as device_memory
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.transport import flat_memory
-from telegrad.weights import deltas, device_images
+from telegrad.weights import deltas, device_images, shards
 from telegrad.weights.device_images import DeviceVersionStore
 from telegrad.weights.layout import Layout, Weights, tensors_of
 from telegrad.weights.service import PublisherEntry, WeightsRegistry
+from telegrad.weights.shards import SliceServer
 from telegrad.weights.streams import ArrivingStream, Image
 from telegrad.weights.topology import Topology
 from telegrad.weights.versions import VersionStore, is_newer
@@ -79,6 +80,10 @@ class Publisher:
     `fan_out` is the number of hosts that each host sends to. `history` is the memory for recent
     deltas in bytes; None: as much as the weights have. A subscriber that is further behind gets a
     snapshot. `bandwidth` limits the bytes per second that each worker sends to other hosts.
+
+    If tensors are of the class `DTensor`, all workers of their mesh make a publisher with the same
+    name, and each publishes its shards. They publish the same versions. `shard` is the number of
+    this worker and how many there are; the default is that of `torch.distributed`.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Publisher:
         fan_out: int = 2,
         history: int | None = None,
         bandwidth: float | None = None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         runtime = runtime_of(agent)
         if runtime is None:
@@ -104,7 +110,9 @@ class Publisher:
         self._weights = weights
         self._runtime = runtime
         tensors = tensors_of(weights)
-        self._layout = Layout.of(tensors)
+        index, self._shards = shards.number_of(tensors, shard)
+        local = shards.local_tensors(tensors)
+        self._layout = Layout.of(local)
         history = self._layout.nbytes if history is None else history
         shared = flat_memory.may_share(runtime.config)
         # Subscribers of an earlier publisher of this name have versions of another epoch.
@@ -113,9 +121,9 @@ class Publisher:
             epoch, self._layout, shared=shared, history=history, bandwidth=bandwidth
         )
         self._device_store: DeviceVersionStore | None = None
-        index = device_images.device_of(tensors, runtime.config)
-        if index is not None:
-            self._device_store = DeviceVersionStore(epoch, self._layout, index)
+        device = None if self._shards > 1 else device_images.device_of(local, runtime.config)
+        if device is not None:
+            self._device_store = DeviceVersionStore(epoch, self._layout, device)
             self._store.on_first_reader = self._start_coding
         host = runtime.local_member.host if shared else None
         self._topology = Topology(runtime.name, host, fan_out)
@@ -127,7 +135,18 @@ class Publisher:
         self._is_coding = False
         self._error: Exception | None = None
         self._registry = runtime.service(WeightsRegistry)
-        entry = PublisherEntry(self._store, self._topology, history, self._device_store)
+        self._slices = SliceServer(
+            name,
+            shards.describe(tensors, epoch, index, self._shards),
+            self._store,
+            self._registry,
+            fan_out=fan_out,
+            history=history,
+            on_new=self._start_coding,
+        )
+        entry = PublisherEntry(
+            self._store, self._topology, history, self._device_store, self._slices
+        )
         self._registry.add_publisher(name, entry)
 
     def __repr__(self) -> str:
@@ -157,12 +176,14 @@ class Publisher:
             version = last + 1 if version is None else version
             if version <= last:
                 raise UsageError(f"version {version} does not follow version {last}")
-            tensors = tensors_of(self._weights)
+            tensors = shards.local_tensors(tensors_of(self._weights))
             if Layout.of(tensors) != self._layout:
                 raise UsageError(
                     "the names, shapes, dtypes or ties of the weights have changed; close this "
                     "publisher and make a new one"
                 )
+            if self._shards > 1:
+                self._wait_until_begun()
             store = self._device_store or self._store
             image = store.take_image()
             with torch.no_grad():
@@ -195,6 +216,15 @@ class Publisher:
         """Stop publishing. Subscribers keep the version that they have."""
         self._registry.remove_publisher(self.name)
 
+    def _wait_until_begun(self) -> None:
+        """Wait until the version before is no longer pending: no shard skips a version."""
+        role = thread_roles.pause()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending is None or self._error is not None)
+        finally:
+            thread_roles.resume(role)
+
     def _start_coding(self) -> None:
         with self._lock:
             must_start, self._is_coding = not self._is_coding, True
@@ -205,18 +235,22 @@ class Publisher:
         while True:
             with self._changed:
                 pending, self._pending = self._pending, None
-                is_idle = pending is None and not self._host_is_behind()
+                is_idle = pending is None and not self._is_behind()
+                self._changed.notify_all()
                 if is_idle or self._error is not None:
                     self._is_coding = False
-                    self._changed.notify_all()
                     return
             try:
                 if self._device_store is not None:
                     pending = self._complete_on_device(self._device_store, pending)
                 if pending is not None:
                     self._code(*pending)
+                self._slices.update(self._add_version)
             except Exception as error:  # such as no memory: the next `publish` raises it
                 self._error = error
+
+    def _is_behind(self) -> bool:
+        return self._host_is_behind() or self._slices.is_behind()
 
     def _host_is_behind(self) -> bool:
         """Return whether a version is on the GPU that subscribers in host memory wait for."""
@@ -249,24 +283,41 @@ class Publisher:
             (section.stop - section.start) // section.width for section in self._layout.sections
         )
         nbytes = self._layout.nbytes
-        advanced = self._store.advance(image, version)
-        if advanced is not None:
-            base, stream = advanced
-            changed = self._make_delta(base, image, stream)
-            nbytes = stream.nbytes
+        if self._shards > 1:  # subscribers get slices
+            self._store.complete(image, version)
+            return
+        delta = self._add_version(self._store, image, version)
+        if delta is not None:
+            changed, nbytes = delta
         seconds = time.perf_counter() - started
         report = PublishReport(version, changed, elements, nbytes, self._layout.nbytes, seconds)
         self.reports.append(report)
 
-    def _make_delta(self, base: Image, image: Image, stream: ArrivingStream) -> int:
+    def _add_version(
+        self, store: VersionStore, image: Image, version: int
+    ) -> tuple[int, int] | None:
+        """Make an image the newest version of a store, and make its delta.
+
+        Return the number of changed elements and the bytes; None for the first version.
+        """
+        advanced = store.advance(image, version)
+        if advanced is None:
+            return None
+        base, stream = advanced
+        changed = self._make_delta(store, base, image, stream)
+        return changed, stream.nbytes
+
+    def _make_delta(
+        self, store: VersionStore, base: Image, image: Image, stream: ArrivingStream
+    ) -> int:
         """Add the parts of a delta to its stream. Return the number of changed elements."""
         changed, failure = 0, "the publisher could not make this delta"
         try:
-            for part in deltas.encode(base.contents, image.contents, self._layout.sections):
+            for part in deltas.encode(base.contents, image.contents, store.layout.sections):
                 stream.append(part)
                 changed += part.changed
             failure = ""
         finally:
             stream.finish(failure)
-            self._store.end_delta(base)
+            store.end_delta(base)
         return changed

@@ -11,7 +11,7 @@ may read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,8 @@ from telegrad.errors import PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 from telegrad.weights import service
-from telegrad.weights.layout import Layout
+from telegrad.weights.boxes import is_sharded
+from telegrad.weights.layout import Layout, Rename, entry_of, pairs
 from telegrad.weights.service import JoinReply
 from telegrad.weights.versions import SharedVersion, VersionStore
 
@@ -45,6 +46,21 @@ class ReadVersion(NamedTuple):
     version: int
     layout: Layout
     image: Tensor
+
+    def copies(
+        self, target: Mapping[str, Tensor], names: Rename | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors to write, each with its values."""
+        if is_sharded(target):
+            raise UsageError("to copy into shards, pass the model to the subscriber as `weights`")
+        return [
+            (tensor, entry_of(self.image, entry))
+            for tensor, entry in pairs(self.layout, target, names)
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of all tensors."""
+        return self.layout.tensors(self.image.clone())
 
 
 @contextmanager

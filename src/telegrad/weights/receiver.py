@@ -30,9 +30,9 @@ from telegrad.futures import Future
 from telegrad.weights import deltas, service
 from telegrad.weights.deltas import Part
 from telegrad.weights.device_images import device_key
-from telegrad.weights.newest import FIRST_DELAY, NewestVersion, Reader
+from telegrad.weights.newest import FIRST_DELAY, LONGEST_DELAY, NewestVersion, Reader
 from telegrad.weights.reading import SharedReader, read_own
-from telegrad.weights.service import JoinReply, WeightsRegistry
+from telegrad.weights.service import JoinReply, PublishedAsShards, WeightsRegistry
 from telegrad.weights.versions import Update, VersionStore
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _POLL = 2.0  # seconds after which a source replies that there is nothing new
 _WINDOW = 4  # parts that are requested at a time
-_LONGEST_DELAY = 0.5  # seconds between attempts
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +54,8 @@ class ReceiverCounters(NamedTuple):
 
 class Receiver(NewestVersion):
     """The newest version of the weights `name`. `patience` is how long a source may be silent."""
+
+    wanted: object = None  # all of them
 
     def __init__(
         self,
@@ -113,12 +114,12 @@ class Receiver(NewestVersion):
             try:
                 publisher = self._find_publisher()
                 if publisher is not None:
-                    host = self._runtime.local_member.host if self._shared.is_possible else None
-                    arguments = (self.name, self._runtime.name, host, failed)
-                    reply: JoinReply = self._call(publisher, service.join, *arguments)
+                    reply = self._join(publisher, failed)
                     source, failed = reply.source.worker, None
                     self._found = publisher
                     self._follow(reply)
+            except PublishedAsShards as error:
+                self._fail(error)
             except StaleReference as error:
                 # The source has not joined yet, or has left. If that lasts, it has failed.
                 _log.debug("%s: %s", self.name, error)
@@ -134,7 +135,7 @@ class Receiver(NewestVersion):
             if self._version != progress:
                 delay, trouble_since = FIRST_DELAY, None
             self._pause(delay)
-            delay = min(1.5 * delay, _LONGEST_DELAY)
+            delay = min(1.5 * delay, LONGEST_DELAY)
 
     def _has_ended(self) -> bool:
         return self._closed or self._runtime.closing
@@ -169,6 +170,12 @@ class Receiver(NewestVersion):
             )
             future.add_done_callback(partial(on_reply, name))
         return found.wait()
+
+    def _join(self, publisher: str, failed: str | None) -> JoinReply:
+        host = self._runtime.local_member.host if self._shared.is_possible else None
+        arguments = (self.name, self._runtime.name, host, failed)
+        reply: JoinReply = self._call(publisher, service.join, *arguments)
+        return reply
 
     def _follow(self, reply: JoinReply) -> None:
         if reply.source.is_shared:
@@ -234,15 +241,23 @@ class Receiver(NewestVersion):
             self._registry.set_store(self.name, store)
         source, arguments = reply.source.worker, (self.name, reply.epoch, self._me)
         while not self._has_ended():
+            limit = self._next_limit(store)
             have = None if self._needs_snapshot else store.version
             update: Update | None = self._call(
-                source, service.next_update, *arguments, have, self._poll, extra=self._poll
+                source, service.next_update, *arguments, have, limit, self._poll, extra=self._poll
             )
             if update is not None:
                 self._receive(store, source, update)
                 self._needs_snapshot = False
-                version = update.streams[-1].version
-                self._announce(reply.epoch, version, self._own_reader(store, version))
+                self._arrived(store, update.streams[-1].version)
+
+    def _next_limit(self, store: VersionStore) -> int | None:
+        """Return the version up to which this worker receives next; None: the newest."""
+        return None
+
+    def _arrived(self, store: VersionStore, version: int) -> None:
+        """Let subscribers read a version that this worker has received."""
+        self._announce(store.epoch, version, self._own_reader(store, version))
 
     def _receive(self, store: VersionStore, source: str, update: Update) -> None:
         """Build the newest version from an update, and pass its parts on as they arrive."""

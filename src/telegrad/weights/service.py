@@ -2,7 +2,7 @@
 
 State: `WeightsRegistry`, one per agent. `_publishers` has the publishers of this worker by name,
 and `_stores` the store of each name that other workers may read; both are changed under `_lock`.
-A store on a GPU has a name of its own (`device_key`).
+A store on a GPU or of slices has a key of its own, which begins with the name and a zero character.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
+    from telegrad.weights.boxes import Box
+    from telegrad.weights.shards import ShardInfo, SliceServer
 
 _log = logging.getLogger(__name__)
+
+
+class PublishedAsShards(UsageError):
+    """A subscriber has to say which parts of these weights it gets."""
 
 
 class JoinReply(NamedTuple):
@@ -49,6 +55,7 @@ class PublisherEntry(NamedTuple):
     topology: Topology
     history: int
     device_store: DeviceVersionStore | None = None
+    slices: SliceServer | None = None
 
 
 class WeightsRegistry:
@@ -90,10 +97,20 @@ class WeightsRegistry:
     def remove_publisher(self, name: str) -> None:
         """Undo `add_publisher`."""
         with self._lock:
-            self._publishers.pop(name, None)
+            for key in [each for each in self._publishers if _belongs(each, name)]:
+                del self._publishers[key]
             stores = self._take_stores(name)
         for store in stores:
             store.close()
+
+    def remove_unused(self, key: str) -> bool:
+        """Remove a publisher that has no subscribers. Return whether it had none."""
+        with self._lock:
+            publisher = self._publishers.get(key)
+            if publisher is not None and not publisher.topology.is_empty:
+                return False
+        self.remove_publisher(key)
+        return True
 
     def publisher(self, name: str) -> PublisherEntry | None:
         """Return a publisher of this worker, if there is one of this name."""
@@ -147,6 +164,11 @@ class WeightsRegistry:
             publisher = self._publishers.get(name)
             if publisher is None:
                 raise StaleReference(f"worker {self.runtime.name!r} does not publish {name!r}")
+            if publisher.slices is not None and publisher.slices.info.count > 1:
+                raise PublishedAsShards(
+                    f"{name!r} is published as {publisher.slices.info.count} shards; pass "
+                    "`weights` or `slices` to the subscriber, so that it knows which parts to get"
+                )
             source = publisher.topology.join(worker, host, failed)
         store = publisher.store
         return JoinReply(store.epoch, store.layout, source, publisher.history, store.bandwidth)
@@ -175,9 +197,8 @@ class WeightsRegistry:
                     del self._stores[key]
 
     def _take_stores(self, name: str) -> list[VersionStore]:
-        """Remove the stores of a name: in host memory, and on GPUs. The lock is held."""
-        keys = [key for key in self._stores if key == name or key.startswith(device_key(name, ""))]
-        return [self._stores.pop(key) for key in keys]
+        """Remove the stores of a name: also on GPUs, and of slices. The lock is held."""
+        return [self._stores.pop(key) for key in list(self._stores) if _belongs(key, name)]
 
     def _end(self) -> None:
         with self._lock:
@@ -194,6 +215,10 @@ class WeightsRegistry:
                 publisher.topology.remove(name)
         for store in stores:
             store.reader_lost(str(incarnation))
+
+
+def _belongs(key: str, name: str) -> bool:
+    return key == name or key.startswith(device_key(name, ""))
 
 
 # Calls of subscribers
@@ -213,16 +238,38 @@ def join(name: str, worker: str, host: str | None, failed: str | None) -> JoinRe
 
 
 @trusted
+def shard(name: str) -> ShardInfo | None:
+    """Return which part of these weights this worker publishes; None if it publishes none."""
+    publisher = WeightsRegistry.here().publisher(name)
+    return None if publisher is None or publisher.slices is None else publisher.slices.info
+
+
+@trusted
+def join_slices(
+    name: str, key: str, boxes: dict[str, Box], worker: str, failed: str | None
+) -> JoinReply:
+    """Tell a subscriber from where it gets slices. `key` is the name of their store."""
+    registry = WeightsRegistry.here()
+    publisher = registry.publisher(name)
+    if publisher is None or publisher.slices is None:
+        raise StaleReference(f"worker {registry.runtime.name!r} does not publish {name!r}")
+    publisher.slices.serve(key, boxes)
+    return registry.join(key, worker, None, failed)
+
+
+@trusted
 def leave(name: str, worker: str) -> None:
     """Remove a subscriber from the tree."""
     WeightsRegistry.here().leave(name, worker)
 
 
 @trusted
-def next_update(name: str, epoch: str, reader: str, have: int | None, seconds: float) -> Any:
+def next_update(
+    name: str, epoch: str, reader: str, have: int | None, limit: int | None, seconds: float
+) -> Any:
     """Return an `Update` that leads to the newest version; None if there is none in `seconds`."""
     store = WeightsRegistry.here().store(name, epoch)
-    return _wait(store, store.wait_for_update(reader, have), reader, seconds)
+    return _wait(store, store.wait_for_update(reader, have, limit), reader, seconds)
 
 
 @trusted

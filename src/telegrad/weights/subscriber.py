@@ -17,15 +17,23 @@ from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallCancelled, UsageError
 from telegrad.futures import Future
 from telegrad.runtime import DEFAULT
-from telegrad.weights import device_images
-from telegrad.weights.layout import Rename, Weights, entry_of, pairs, tensors_of
+from telegrad.weights import device_images, planning
+from telegrad.weights.assembly import SlicedVersion
+from telegrad.weights.boxes import Slices
+from telegrad.weights.layout import Rename, Weights, tensors_of
+from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
+from telegrad.weights.sliced import SlicedVersions
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 T = TypeVar("T")
+
+
+Versions = Receiver | SlicedVersions
+Found = ReadVersion | SlicedVersion
 
 
 class Receivers:
@@ -34,22 +42,34 @@ class Receivers:
     def __init__(self, runtime: AgentRuntime) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
-        self._receivers: dict[str, tuple[Receiver, int]] = {}
+        self._receivers: dict[str, tuple[Versions, int]] = {}
         runtime.on_close(partial(self._close, True))
         runtime.on_end(partial(self._close, False))
 
-    def open(self, name: str, publisher: str | None, patience: float, uuid: str | None) -> Receiver:
+    def open(
+        self,
+        name: str,
+        publisher: str | None,
+        patience: float,
+        uuid: str | None,
+        wanted: Wanted | None,
+    ) -> Versions:
         """Return the receiver of these weights, for one more subscriber."""
         with self._lock:
             receiver, users = self._receivers.get(name, (None, 0))
-            if receiver is None:
+            if receiver is None and wanted is not None:
+                receiver = SlicedVersions(self._runtime, name, publisher, patience, wanted)
+            elif receiver is None:
                 receiver = Receiver(self._runtime, name, publisher, patience, uuid)
-            elif receiver.uuid != uuid:
-                raise UsageError(f"subscribers of {name!r} in one worker have the same `device`")
+            elif receiver.uuid != uuid or receiver.wanted != wanted:
+                raise UsageError(
+                    f"subscribers of {name!r} in one worker have the same `device` and get the "
+                    "same slices"
+                )
             self._receivers[name] = receiver, users + 1
             return receiver
 
-    def release(self, receiver: Receiver) -> None:
+    def release(self, receiver: Versions) -> None:
         """Close a receiver if this was its last subscriber."""
         with self._lock:
             _, users = self._receivers.get(receiver.name, (receiver, 0))
@@ -76,6 +96,11 @@ class Subscriber:
 
     With `device`, a CUDA device, versions are kept in the memory of this GPU, once for all workers
     of the host that subscribe with it, and are copied from there.
+
+    With `weights`, the model or `state_dict` that is later passed to `pull_into`, only the parts of
+    tensors that it holds are received: if its tensors are of the class `DTensor`, their shards.
+    With `slices`, only these parts are received: a dict of slices by published name, such as
+    ``{"weight": (slice(0, 10),)}``. `names` is that of `pull_into`, for all pulls.
     """
 
     def __init__(
@@ -86,6 +111,9 @@ class Subscriber:
         publisher: str | None = None,
         patience: float = 10.0,
         device: torch.device | str | int | None = None,
+        weights: Weights | None = None,
+        names: Rename | None = None,
+        slices: Slices | None = None,
     ) -> None:
         runtime = runtime_of(agent)
         if runtime is None:
@@ -97,7 +125,14 @@ class Subscriber:
         self._runtime = runtime
         self._receivers = runtime.service(Receivers)
         uuid = None if device is None else device_images.uuid_of(device)
-        self._receiver = self._receivers.open(name, publisher, patience, uuid)
+        wanted: Wanted | None = None
+        if weights is not None or slices is not None:
+            if uuid is not None:
+                raise UsageError("`device` cannot be combined with `weights` or `slices`")
+            tensors = {} if weights is None else tensors_of(weights)
+            wanted = planning.wanted(tensors, names, slices)
+        self._names = names
+        self._receiver = self._receivers.open(name, publisher, patience, uuid, wanted)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -139,11 +174,8 @@ class Subscriber:
             return have
         target = tensors_of(weights)
 
-        def pull(found: ReadVersion) -> int:
-            copies = [
-                (tensor, entry_of(found.image, entry))
-                for tensor, entry in pairs(found.layout, target, names)
-            ]
+        def pull(found: Found) -> int:
+            copies = found.copies(target, self._names if names is None else names)
             try:
                 _copy(copies)
             except BaseException:  # such as `KeyboardInterrupt`: never leave a mix of two versions
@@ -157,9 +189,7 @@ class Subscriber:
         self, *, timeout: float | object | None = DEFAULT
     ) -> tuple[int, dict[str, Tensor]]:
         """Return the newest version and its tensors, as copies. Tied tensors are the same."""
-        return self._read(
-            lambda found: (found.version, found.layout.tensors(found.image.clone())), timeout
-        )
+        return self._read(lambda found: (found.version, found.tensors()), timeout)
 
     def newer_than(self, version: int | None) -> Future[int]:
         """Return a future for the newest version once it is newer than `version`.
@@ -193,7 +223,7 @@ class Subscriber:
             self._closed = True
             self._receivers.release(self._receiver)
 
-    def _read(self, use: Callable[[ReadVersion], T], timeout: float | object | None) -> T:
+    def _read(self, use: Callable[[Found], T], timeout: float | object | None) -> T:
         """Return what `use` returns for the newest version."""
         seconds = self._seconds(timeout)
         while True:

@@ -34,6 +34,11 @@ class Topology:
     def __repr__(self) -> str:
         return f"<Topology of {self._root}: {self._parents}, suspects {sorted(self._suspects)}>"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no receiver is in the tree."""
+        return not self._parents
+
     def join(self, worker: str, host: str | None, failed: str | None) -> Source:
         """Return the source of a subscriber. `failed` is one that did not answer.
 

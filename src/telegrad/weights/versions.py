@@ -70,6 +70,7 @@ class _Waiter(NamedTuple):
     have: int | None
     for_update: bool
     future: Future[Update | int | None]
+    limit: int | None = None
 
 
 class VersionStore:
@@ -197,13 +198,25 @@ class VersionStore:
 
     # For readers
 
-    def wait_for_update(self, reader: str, have: int | None) -> Future[Update | int | None]:
-        """Return a future for what leads from version `have` to the newest one."""
-        return self._wait(_Waiter(reader, have, True, Future()))
+    def wait_for_update(
+        self, reader: str, have: int | None, limit: int | None = None
+    ) -> Future[Update | int | None]:
+        """Return a future for what leads from version `have` to the newest one.
+
+        With a `limit`: to the newest one up to this version, or to a later one if there is none.
+        """
+        return self._wait(_Waiter(reader, have, True, Future(), limit))
 
     def wait_for_version(self, reader: str, have: int | None) -> Future[Update | int | None]:
         """Return a future for the newest complete version, once it is newer than `have`."""
         return self._wait(_Waiter(reader, have, False, Future()))
+
+    def note_reader(self) -> None:
+        """Note that someone reads these versions."""
+        with self._lock:
+            is_first, self.has_readers = not self.has_readers, True
+        if is_first:
+            self.on_first_reader()
 
     def expire(self, future: Future[Update | int | None]) -> None:
         """Complete a future of a waiter with None, so that the reader knows that this one lives."""
@@ -273,10 +286,8 @@ class VersionStore:
                 raise StaleReference(_CLOSED)
             self._waiters.append(waiter)
             ready = self._ready_updates()
-            is_first, self.has_readers = not self.has_readers, True
         _complete(ready)
-        if is_first:
-            self.on_first_reader()
+        self.note_reader()
         return waiter.future
 
     def _ready_updates(self) -> list[Callable[[], None]]:
@@ -312,6 +323,9 @@ class VersionStore:
                 streams = [SnapshotStream(self._current), *after]
         if not streams:
             return None
+        if waiter.limit is not None:
+            limit = waiter.limit
+            streams[1:] = [each for each in streams[1:] if each.info.version <= limit]
         ticket = _Ticket(waiter.reader, True, tuple(streams))
         number = self._add_ticket(ticket, images)
         return Update(number, tuple(stream.info for stream in streams))
