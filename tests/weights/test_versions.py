@@ -267,3 +267,21 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
 
 def test_the_names_are_part_of_the_package() -> None:
     assert telegrad.weights.Publisher is Publisher
+
+
+def test_a_view_is_not_written_while_it_is_used(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    weights = {"a": torch.zeros(1000)}
+    publisher = Publisher(weights, "policy", agent=workers["w0"])
+    publisher.publish(0)
+    subscriber = subscribe(workers, "w1")
+    with subscriber.view(timeout=PATIENCE) as (version, tensors):
+        for value in range(1, 6):
+            weights["a"].fill_(value)
+            publisher.publish(value)
+            assert subscriber.newer_than(value - 1).result(PATIENCE) == value
+        assert version == 0
+        assert not tensors["a"].any()
+    with subscriber.view(timeout=PATIENCE) as (version, tensors):
+        assert version == 5
+        assert tensors["a"].eq(5).all()

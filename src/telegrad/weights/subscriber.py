@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -190,6 +191,19 @@ class Subscriber:
     ) -> tuple[int, dict[str, Tensor]]:
         """Return the newest version and its tensors, as copies. Tied tensors are the same."""
         return self._read(lambda found: (found.version, found.tensors()), timeout)
+
+    @contextmanager
+    def view(
+        self, *, timeout: float | object | None = DEFAULT
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Return the newest version and its tensors without a copy, for a `with` statement.
+
+        The tensors are in memory that workers of this host share: use them only inside the
+        statement, and do not write to them. If they are on a GPU and their owner took this worker
+        for lost meanwhile, the end of the statement raises `StaleReference`.
+        """
+        with self._receiver.read(self._seconds(timeout)) as found:
+            yield found.version, found.layout.tensors(found.image)
 
     def newer_than(self, version: int | None) -> Future[int]:
         """Return a future for the newest version once it is newer than `version`.
