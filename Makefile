@@ -21,7 +21,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-engines test-slurm test-frameworks check lint types public-types layers \
+.PHONY: help demo test test-slow test-gpu test-engines test-slurm test-frameworks test-registries check lint types public-types layers \
 	workflows bench bench-peers conformance docs dist release clean FORCE
 
 help:  ## list the commands
@@ -62,9 +62,17 @@ test-slurm: $(VENV)/.installed-dev  ## install Slurm with apt-get, start it on t
 	$(BIN)/python -m pytest -m slurm tests/engines $(ARGS)
 
 # These packages have many dependencies and get their own environment.
-test-frameworks:  ## test training loops of Hugging Face, Lightning and accelerate
+test-frameworks:  ## test training loops of Hugging Face, Lightning and accelerate, and weights in TorchRL
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
+
+# These two need different versions of torch and transformers.
+test-registries: $(BIN)/python  ## test the plug-ins with the registries of vLLM and verl
+	set -e; for package in vllm verl; do \
+	    $(MAKE) VENV=.venv-$$package .venv-$$package/.installed-$$package; \
+	    $(UV) pip install --quiet --python .venv-$$package/bin/python pytest pytest-timeout; \
+	    .venv-$$package/bin/python -m pytest tests/frameworks/test_$$package.py $(ARGS); \
+	done
 
 check: lint types public-types layers workflows  ## run all of these; each is also a command
 
@@ -111,7 +119,7 @@ release: $(VENV)/.installed-dev  ## check, build, tag: VERSION=1.2.3; ARGS=--dry
 	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
 clean:  ## remove environments, caches and build results
-	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-ray .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-vllm .venv-verl .venv-ray .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Installation --------------------------------------------------------------------------------
