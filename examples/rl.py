@@ -70,8 +70,8 @@ class CartPoles:
         swing = (np.where(actions, 10.0, -10.0) + 0.05 * turning**2 * sine) / 1.1
         falling = (9.8 * sine - cosine * swing) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
         rolling = swing - 0.05 * falling * cosine / 1.1
-        self.states = self.states + 0.02 * np.stack([speed, rolling, turning, falling], 1)
-        self.states = self.states.astype(np.float32)
+        states = self.states + 0.02 * np.stack([speed, rolling, turning, falling], 1)
+        self.states = states.astype(np.float32)
         fallen: np.ndarray = (abs(self.states[:, 0]) > 2.4) | (abs(self.states[:, 2]) > 0.2095)
         return fallen
 
@@ -97,7 +97,9 @@ def play(policy: nn.Module, games: int, seed: Sequence[int], version: int) -> Ba
     random = np.random.default_rng(seed)
     poles = CartPoles(games, random)
     playing = np.ones(games, bool)
-    states, actions, masks = [], [], []
+    states: list[np.ndarray] = []
+    actions: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
     while playing.any() and len(states) < LONGEST:
         right = policy(torch.from_numpy(poles.states)).softmax(1)[:, 1].numpy()
         states.append(poles.states)
@@ -303,7 +305,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"CartPole, 1 learner, {actors}, seed {options.seed}"
     report = ActorLearnerReport(title, options.versions, options.actors, options.kill)
     roles = {"learner": 1, "actor": options.actors}
-    with training.keeping_results(lambda: report.records and training.write(report, options.out)):
+    with training.keeping_results(
+        lambda: training.write(report, options.out) if report.records else None
+    ):
         with report, following(options.out / RECORDS, report):
             telegrad.launch(work, roles, (options,), restarts=len(options.kill), show=False)
     training.write(report, options.out)

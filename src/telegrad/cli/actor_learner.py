@@ -65,8 +65,9 @@ class StepRecord(NamedTuple):
     @classmethod
     def parse(cls, line: str) -> StepRecord:
         """Return the record that a line contains."""
-        *values, actors = json.loads(line)
-        return cls(*values, {name: ActorRecord(*each) for name, each in actors.items()})
+        version, mean_return, env_steps, pid, actors = json.loads(line)
+        records = {name: ActorRecord(*each) for name, each in actors.items()}
+        return cls(version, mean_return, env_steps, pid, records)
 
 
 def append(path: Path, record: StepRecord) -> None:

@@ -140,7 +140,7 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric, options.epochs)
     roles = {"ps": options.servers, "trainer": options.trainers}
     reports = mp.get_context("forkserver").SimpleQueue()
-    with keeping_results(lambda: report.epochs and write(report, options.out)):
+    with keeping_results(lambda: write(report, options.out) if report.epochs else None):
         with report, _received(reports, report):
             launch(_work, roles, (train, options, metric, reports), show=False)
     if not report.epochs:
