@@ -24,6 +24,7 @@ import argparse
 import os
 import queue
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,8 +71,8 @@ class CartPoles:
         swing = (np.where(actions, 10.0, -10.0) + 0.05 * turning**2 * sine) / 1.1
         falling = (9.8 * sine - cosine * swing) / (0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1))
         rolling = swing - 0.05 * falling * cosine / 1.1
-        states = self.states + 0.02 * np.stack([speed, rolling, turning, falling], 1)
-        self.states = states.astype(np.float32)
+        change = np.stack([speed, rolling, turning, falling], 1)
+        self.states = (self.states + 0.02 * change).astype(np.float32)
         fallen: np.ndarray = (abs(self.states[:, 0]) > 2.4) | (abs(self.states[:, 2]) > 0.2095)
         return fallen
 
@@ -197,12 +198,25 @@ class Actors:
     def start(self, step: int, names: Sequence[str] | None = None) -> None:
         """Let actors collect a batch for a step."""
         for name in self._names if names is None else names:
+            until = time.monotonic() + PATIENCE
+            telegrad.WorkerGroup(self._agent).match(name).wait_for(1, timeout=PATIENCE)
+            while not self._submit(name, step):
+                if time.monotonic() > until:
+                    raise PeerLost(f"{name} did not come back after {PATIENCE:.0f} s", peer=name)
+                time.sleep(0.05)
+
+    def _submit(self, name: str, step: int) -> bool:
+        """Ask an actor for a batch. Return False if it is lost and not back yet."""
+        try:
             if name not in self._actors:
-                telegrad.WorkerGroup(self._agent).match(name).wait_for(1, timeout=PATIENCE)
                 arguments = (self._names.index(name), self._options)
                 self._actors[name] = remote(name, Actor, arguments, agent=self._agent)
             future = self._actors[name].rpc_async(0).collect(step)
-            future.add_done_callback(lambda done, name=name: self._done.put((name, done)))
+        except PeerLost:
+            self._actors.pop(name, None)
+            return False
+        future.add_done_callback(lambda done: self._done.put((name, done)))
+        return True
 
     def batches(self, step: int, count: int) -> dict[str, Batch]:
         """Wait for batches of `count` actors, and return those with all others that are there."""
@@ -212,7 +226,7 @@ class Actors:
             try:
                 found[name] = future.value()
             except PeerLost:
-                del self._actors[name]
+                self._actors.pop(name, None)
                 self.start(step, [name])
         return dict(sorted(found.items()))
 
@@ -264,7 +278,8 @@ def work(options: argparse.Namespace) -> None:
     with telegrad.Agent() as agent:  # the launcher says which worker this is
         if agent.name == "learner0":
             learn(agent, options)
-        agent.shutdown()  # actors serve calls until the learner is here
+        # Actors serve calls until the learner is here. The limit is for calls to killed workers.
+        agent.shutdown(timeout=10 if agent.name == "learner0" else None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -66,8 +66,8 @@ class StepRecord(NamedTuple):
     def parse(cls, line: str) -> StepRecord:
         """Return the record that a line contains."""
         version, mean_return, env_steps, pid, actors = json.loads(line)
-        records = {name: ActorRecord(*each) for name, each in actors.items()}
-        return cls(version, mean_return, env_steps, pid, records)
+        found = {name: ActorRecord(*each) for name, each in actors.items()}
+        return cls(version, mean_return, env_steps, pid, found)
 
 
 def append(path: Path, record: StepRecord) -> None:
