@@ -278,8 +278,7 @@ def work(options: argparse.Namespace) -> None:
     with telegrad.Agent() as agent:  # the launcher says which worker this is
         if agent.name == "learner0":
             learn(agent, options)
-        # Actors serve calls until the learner is here. The limit is for calls to killed workers.
-        agent.shutdown(timeout=10 if agent.name == "learner0" else None)
+        agent.shutdown()  # actors serve calls until the learner is here
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from telegrad.errors import CallCancelled, CallTimeout, UsageError
 from telegrad.transport import flat_memory
 from telegrad.weights import Publisher, Subscriber
 from tests.conftest import Clusters
+from tests.local.gates import until
 from tests.weights.conftest import PATIENCE, Model, Subscribe, fill, values_of
 
 
@@ -285,3 +286,14 @@ def test_a_view_is_not_written_while_it_is_used(cluster: Clusters, subscribe: Su
     with subscriber.view(timeout=PATIENCE) as (version, tensors):
         assert version == 5
         assert tensors["a"].eq(5).all()
+
+
+def test_subscribers_that_wait_do_not_delay_a_shutdown(
+    cluster: Clusters, subscribe: Subscribe
+) -> None:
+    workers = cluster(2)
+    Publisher(nn.Linear(2, 2), "policy", agent=workers["w0"]).publish(1)
+    assert subscribe(workers, "w1").newer_than(0).result(PATIENCE) == 1
+    waits = ("next_version", "next_update")
+    until(lambda: any(call.function in waits for call in workers["w0"].calls()))
+    assert not workers["w0"]._runtime.has_calls_in_progress()

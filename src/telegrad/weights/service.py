@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import StaleReference, TelegradError, UsageError
 from telegrad.futures import Future
-from telegrad.messages.remote_functions import DeferredReply, trusted
+from telegrad.messages.remote_functions import DeferredReply, internal
 from telegrad.runtime import active_runtime
 from telegrad.weights import device_images
 from telegrad.weights.deltas import Part
@@ -224,27 +224,27 @@ def _belongs(key: str, name: str) -> bool:
 # Calls of subscribers
 
 
-@trusted
+@internal
 def publishes(name: str) -> str | None:
     """Return the epoch of the publisher of this name, if this worker has it."""
     publisher = WeightsRegistry.here().publisher(name)
     return None if publisher is None else publisher.store.epoch
 
 
-@trusted
+@internal
 def join(name: str, worker: str, host: str | None, failed: str | None) -> JoinReply:
     """Tell a subscriber from where it gets the weights."""
     return WeightsRegistry.here().join(name, worker, host, failed)
 
 
-@trusted
+@internal
 def shard(name: str) -> ShardInfo | None:
     """Return which part of these weights this worker publishes; None if it publishes none."""
     publisher = WeightsRegistry.here().publisher(name)
     return None if publisher is None or publisher.slices is None else publisher.slices.info
 
 
-@trusted
+@internal
 def join_slices(
     name: str, key: str, boxes: dict[str, Box], worker: str, failed: str | None
 ) -> JoinReply:
@@ -257,13 +257,13 @@ def join_slices(
     return registry.join(key, worker, None, failed)
 
 
-@trusted
+@internal
 def leave(name: str, worker: str) -> None:
     """Remove a subscriber from the tree."""
     WeightsRegistry.here().leave(name, worker)
 
 
-@trusted
+@internal
 def next_update(
     name: str, epoch: str, reader: str, have: int | None, limit: int | None, seconds: float
 ) -> Any:
@@ -272,14 +272,14 @@ def next_update(
     return _wait(store, store.wait_for_update(reader, have, limit), reader, seconds)
 
 
-@trusted
+@internal
 def next_version(name: str, epoch: str, reader: str, have: int | None, seconds: float) -> Any:
     """Return the newest complete version; None if there is no other than `have` in `seconds`."""
     store = WeightsRegistry.here().store(name, epoch)
     return _wait(store, store.wait_for_version(reader, have), reader, seconds)
 
 
-@trusted
+@internal
 def part(name: str, epoch: str, ticket: int, stream: int, index: int) -> Any:
     """Return a part of an update, None after the last one."""
     registry = WeightsRegistry.here()
@@ -292,19 +292,19 @@ def part(name: str, epoch: str, ticket: int, stream: int, index: int) -> Any:
     return DeferredReply(found) if isinstance(found, Future) else found
 
 
-@trusted
+@internal
 def is_alive(name: str, epoch: str) -> None:
     """Return if this worker still passes on these weights."""
     WeightsRegistry.here().store(name, epoch)
 
 
-@trusted
+@internal
 def open_on_device(name: str, epoch: str, uuid: str) -> bool:
     """Return whether workers of this host can read these weights on a GPU."""
     return WeightsRegistry.here().device_store(name, epoch, uuid) is not None
 
 
-@trusted
+@internal
 def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
     """Let a reader of this host use the newest version."""
     registry = WeightsRegistry.here()
@@ -314,7 +314,7 @@ def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
     return version
 
 
-@trusted
+@internal
 def release(name: str, epoch: str, ticket: int) -> bool:
     """End the use of a version. Return whether it was valid until now."""
     return WeightsRegistry.here().store(name, epoch).release(ticket)
