@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -86,6 +87,19 @@ def test_actors_of_a_lost_server_get_an_error(workers: LocalCluster) -> None:
     workers.kill("w1")
     with pytest.raises(errors.PeerLost):
         pending.result(timeout=PATIENCE)
+
+
+def test_an_actor_may_start_before_its_server(workers: LocalCluster) -> None:
+    actor = TelegradTransport("late", agent=workers["w0"], timeout=PATIENCE)
+    joins = threading.Thread(target=workers.join, args=("late",))
+    joins.start()
+    reply = actor.submit(observation())
+    joins.join()
+    server = TelegradTransport("late", agent=workers["late"])
+    server.wait_for_work(PATIENCE)
+    _, (callback,) = server.drain(1)
+    server.resolve(callback, observation())
+    assert reply.result(timeout=PATIENCE)["observation"].tolist() == [1.0] * 4
 
 
 def test_a_transport_serves_only_where_it_says(workers: LocalCluster) -> None:

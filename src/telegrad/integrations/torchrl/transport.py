@@ -15,6 +15,7 @@ from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.integrations.membership import Membership
 from telegrad.integrations.request_queue import RequestQueue, RequestQueues, enqueue
+from telegrad.worker_group import WorkerGroup
 
 
 class TelegradTransport(InferenceTransport):
@@ -39,15 +40,20 @@ class TelegradTransport(InferenceTransport):
         self.timeout = timeout
         self._membership = Membership(agent, store)
         self._queue: RequestQueue | None = None
+        self._has_server = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None}
+        return {**vars(self), "_queue": None, "_has_server": False}
 
     # The actors
 
     def submit(self, td: TensorDictBase) -> Future[Any]:
         """Send a request. Return a future of its result."""
         agent = self._membership.agent(prefix=f"{self.name}-actor")
+        if not self._has_server:  # the actors may be started first
+            servers = WorkerGroup(agent, include_self=True).match(self.server)
+            servers.wait_for(1, self.timeout)
+            self._has_server = True
         return agent.with_timeout(self.timeout).submit(self.server, enqueue, self.name, td)
 
     # The server
