@@ -102,6 +102,8 @@ def test_servers_in_processes_are_killed_and_come_back() -> None:
             sender.send()
             assert list(sender.versions().values()) == [version] * receivers
 
+        check(0, 0)  # a server that replies has connected
+        check(1, 0)
         send(1, 2)
         check(0, 1)
         check(1, 1)
