@@ -8,7 +8,7 @@ Usage:
     python examples/rl.py --kill actor1:30 --kill learner:60
 
 Each actor is a process that plays many games of CartPole with its own copy of the policy. The
-learner makes a step of REINFORCE with what they have seen, and publishes the new version of the
+learner makes a step of policy gradients with what they have seen, and publishes the new version of the
 weights with `telegrad.weights`.
 
 `--kill` ends a worker with SIGKILL as soon as a version is published. An actor has no state that is
@@ -50,6 +50,7 @@ from telegrad.refs import RRef, remote
 from telegrad.weights import Publisher, StalenessFilter, Subscriber
 
 GAMMA = 0.99
+CLIP = 0.2
 LONGEST = 500  # steps of an episode
 CHECKPOINT, RECORDS = "policy.pt", "records.jsonl"
 PATIENCE = 120.0  # seconds that a killed worker may take to come back
@@ -83,6 +84,7 @@ class Batch(NamedTuple):
     version: int
     states: Tensor
     actions: Tensor
+    probabilities: Tensor  # of the actions, in the policy that played
     returns: Tensor  # discounted, from this step on
     mean_return: float  # of an episode, not discounted
     pid: int
@@ -100,11 +102,13 @@ def play(policy: nn.Module, games: int, seed: Sequence[int], version: int) -> Ba
     playing = np.ones(games, bool)
     states: list[np.ndarray] = []
     actions: list[np.ndarray] = []
+    probabilities: list[np.ndarray] = []
     masks: list[np.ndarray] = []
     while playing.any() and len(states) < LONGEST:
         right = policy(torch.from_numpy(poles.states)).softmax(1)[:, 1].numpy()
         states.append(poles.states)
         actions.append(random.random(games) < right)
+        probabilities.append(np.where(actions[-1], right, 1 - right))
         masks.append(playing)
         playing = playing & ~poles.step(actions[-1])
     mask = np.stack(masks)
@@ -116,6 +120,7 @@ def play(policy: nn.Module, games: int, seed: Sequence[int], version: int) -> Ba
         version,
         torch.from_numpy(np.stack(states)[mask]),
         torch.from_numpy(np.stack(actions)[mask].astype(np.int64)),
+        torch.from_numpy(np.stack(probabilities)[mask]),
         torch.from_numpy(returns[mask]),
         float(mask.sum(0).mean()),
         os.getpid(),
@@ -152,14 +157,21 @@ class Learner:
         self.record: StepRecord | None = None  # of the last step
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """Make one step of REINFORCE with normalised returns."""
-        states, actions, returns = (
-            torch.cat(parts) for parts in list(zip(*batches, strict=True))[1:4]
+        """Make one step of policy gradients with normalised returns.
+
+        What an older policy has seen counts by how likely its actions are now, within limits. So
+        a stale batch cannot move the policy further than a fresh one (the clipped objective of
+        PPO). With fresh batches this is REINFORCE.
+        """
+        states, actions, probabilities, returns = (
+            torch.cat(parts) for parts in list(zip(*batches, strict=True))[1:5]
         )
         advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
-        log_probs = self.policy(states).log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        now = self.policy(states).softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        ratio = now / probabilities
+        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
         self.optimizer.zero_grad()
-        (-log_probs * advantages).mean().backward()
+        (-torch.minimum(ratio * advantages, clipped * advantages)).mean().backward()
         self.optimizer.step()
         self.version += 1
 
