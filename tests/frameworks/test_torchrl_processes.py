@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from telegrad import errors
+from telegrad import WorkerGroup, errors
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of these packages, when they are imported
@@ -114,8 +114,10 @@ def test_servers_in_processes_are_killed_and_come_back() -> None:
         check(1, 2)
         with pytest.raises(errors.PeerLost):
             check(0, 2)
-        servers[0].start()  # it gets the newest version at once
-        check(0, 2)
+        servers[0].start()
+        agent = transports[0]._membership.agent()
+        WorkerGroup(agent).match("server0").wait_for(1, PATIENCE)
+        check(0, 2)  # it gets the newest version at once
         send(3, 2)
         check(0, 3)
         check(1, 3)
