@@ -8,8 +8,8 @@ Usage:
     python examples/rl.py --kill actor1:30 --kill learner:60
 
 Each actor is a process that plays many games of CartPole with its own copy of the policy. The
-learner makes a step of policy gradients with what they have seen, and publishes the new version of the
-weights with `telegrad.weights`.
+learner makes a step of policy gradients with what they have seen, and publishes the new version of
+the weights with `telegrad.weights`.
 
 `--kill` ends a worker with SIGKILL as soon as a version is published. An actor has no state that is
 lost: its replacement gets the newest version and plays the same games. The learner returns from its

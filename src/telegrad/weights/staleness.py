@@ -49,9 +49,9 @@ class StalenessFilter:
         if max_staleness < 0:
             raise UsageError(f"max_staleness is a number of versions, not {max_staleness!r}")
         self.max_staleness = max_staleness
-        self.passed = 0
+        self.passed: int = 0
         """How many were new enough."""
-        self.dropped = 0
+        self.dropped: int = 0
         """How many were too old."""
         self._newest = newest
         self._newest_seen = -1
