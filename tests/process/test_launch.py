@@ -161,7 +161,7 @@ def test_a_signal_ends_all_workers(script: Any, number: int) -> None:
         signal.pause()
     """)
     before = signal.getsignal(number)
-    assert launch("-n", 2, "--restarts", 3, path, number) == 128 + number
+    assert launch("-n", 2, "--restarts", 3, path, int(number)) == 128 + number
     assert signal.getsignal(number) is before
 
 
