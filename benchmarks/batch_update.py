@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.processes import prepare_environment
 from benchmarks.worlds import together
 
 PACKAGES = {"telegrad": "telegrad.rpc", "torch": "torch.distributed.rpc"}
@@ -211,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         help="default %(default)s",
     )
     options = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = import_path()
+    prepare_environment()
     run = machine.heading(
         "batch-update", rounds=options.rounds, steps=options.steps, device=options.device
     )

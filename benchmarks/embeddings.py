@@ -44,7 +44,7 @@ import telegrad.autograd as telegrad_autograd
 import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.processes import prepare_environment
 from benchmarks.worlds import together
 from telegrad.optim import DistributedOptimizer as TelegradOptimizer
 
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         help="default %(default)s",
     )
     options = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = import_path()
+    prepare_environment()
     said = {key: value for key, value in vars(options).items() if key not in ("out", "rule")}
     run = machine.heading(
         "embeddings", **said, consistency=repr(options.rule or telegrad.ps.Sync())

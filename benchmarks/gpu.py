@@ -33,7 +33,7 @@ from torch import Tensor
 import telegrad.rpc as telegrad_rpc
 from benchmarks import cartpole, machine, plots, pole, ps, results, worlds
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.processes import prepare_environment
 from benchmarks.suite import Case
 
 PACKAGES: dict[str, Any] = {"telegrad": telegrad_rpc, "torch": torch_rpc}
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, but torch finds none")
         return 1
-    os.environ["PYTHONPATH"] = import_path()
+    prepare_environment()
     figures = results.Results()
     run = machine.heading("gpu", rounds=options.rounds, mps=False)
     with results.kept(options.out, run, figures.lines):

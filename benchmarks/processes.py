@@ -177,6 +177,16 @@ def import_path() -> str:
     return os.pathsep.join([str(ROOT), str(ROOT / "src"), *([inherited] if inherited else [])])
 
 
+def prepare_environment() -> None:
+    """Set what processes that this one starts need, whichever library they use.
+
+    Their OpenMP threads sleep as soon as those of workers that `telegrad launch` starts. Otherwise
+    the threads of one process occupy the cores that another one needs.
+    """
+    os.environ["PYTHONPATH"] = import_path()
+    openmp.limit_spinning(os.environ)
+
+
 def die_with_parent() -> None:
     """End this process when its parent ends, even if the parent is killed or this is stopped."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

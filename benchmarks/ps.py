@@ -45,7 +45,7 @@ import telegrad
 import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, plots, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.processes import prepare_environment
 from benchmarks.worlds import together
 
 SERVER = "server"
@@ -307,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
             [1, 2, 4, 8],
             [1, 2, 4],
         )
-    os.environ["PYTHONPATH"] = import_path()
+    prepare_environment()
     run = machine.heading(
         "ps", **{key: value for key, value in vars(options).items() if key != "out"}
     )

@@ -41,7 +41,7 @@ import telegrad
 import telegrad.rpc
 from benchmarks import machine, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.processes import prepare_environment
 from benchmarks.training import Digits
 from benchmarks.worlds import together
 from telegrad import current_agent
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
         help="default %(default)s",
     )
     options = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = import_path()
+    prepare_environment()
     run = machine.heading(
         "ps-accuracy", **{key: value for key, value in vars(options).items() if key != "out"}
     )

@@ -26,7 +26,7 @@ from benchmarks.processes import (
     LOG_LINES,
     cpu_seconds,
     die_with_parent,
-    import_path,
+    prepare_environment,
     with_descendants,
 )
 
@@ -38,9 +38,7 @@ IDLE_S = 1.0
 @cache
 def forkserver(*preload: str) -> ForkServerContext:
     """Return a context whose server imports torch and these modules once."""
-    os.environ["PYTHONPATH"] = (
-        import_path()
-    )  # for the server; workers get the `sys.path` of this process
+    prepare_environment()  # for the server; workers get the `sys.path` of this process
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "benchmarks.worlds", *preload])
     warm = context.Process(target=int)  # the first process waits for the imports
