@@ -106,7 +106,6 @@ class Lives(RuleBasedStateMachine):
             self.restore()
 
     def restore(self) -> None:
-        gc.unfreeze()
         MessageOutbox._transmit = _transmit  # type: ignore[method-assign]
         ReferenceManager._start_sweep = _start_sweep  # type: ignore[method-assign]
         ServerConnection.handle = _handle  # type: ignore[method-assign]
@@ -114,6 +113,7 @@ class Lives(RuleBasedStateMachine):
             call.run()
         objects.kept.clear()
         gc.collect()
+        gc.unfreeze()  # afterwards: to collect all objects of the process takes far longer
         if hasattr(self, "cluster"):
             self.cluster.close()
 
