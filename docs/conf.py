@@ -21,7 +21,7 @@ extensions = [
     # docs/_ext
     "llms_txt",
     "public_names",
-    "sequence_diagrams",
+    "diagrams",
 ]
 exclude_patterns = ["_ext", "benchmarks/README.md"]
 

@@ -22,6 +22,7 @@ from sphinx.util.docutils import SphinxDirective
 PUBLIC = (
     "telegrad",
     "telegrad.ps",
+    "telegrad.weights",
     "telegrad.autograd",
     "telegrad.optim",
     "telegrad.nn",

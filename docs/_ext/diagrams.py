@@ -1,8 +1,9 @@
-"""The directive `mermaid`: draw a sequence diagram as SVG.
+"""The directive `mermaid`: draw a sequence diagram as SVG, and a flowchart as rows of boxes.
 
 Browsers need no script, and the colours are those of the page, light or dark. Of Mermaid's language
-it knows `sequenceDiagram` with participants, arrows (``->>``, ``-->>``) and notes. GitHub shows the
-same blocks.
+it knows `sequenceDiagram` with participants, arrows (``->>``, ``-->>``) and notes, and `flowchart`
+with chains of nodes, one for each line: ``a[label] --> b -- text --> c``. GitHub shows the same
+blocks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ SELF = 34  # width of the arrow of a participant to itself
 
 _PARTICIPANT = re.compile(r"participant (\w+)(?: as (.+))?$")
 _ARROW = re.compile(r"(\w+)(-?->>)(\w+): (.+)$")
+_NODE = re.compile(r"(\w+)(?:\[(.+)\]|\(\((.+)\)\))?$")
+_STEP = re.compile(r"\s+--(?: (.+?) --)?>\s+")
 _NOTE = re.compile(r"Note over (\w+)(?:,\s*(\w+))?: (.+)$")
 
 
@@ -130,10 +133,12 @@ def wrap(text: str, width: float) -> list[str]:
 
 
 def draw(source: str) -> str:
-    """Return the SVG of a diagram. Raise ValueError if a line is not known."""
+    """Return the HTML of a diagram. Raise ValueError if a line is not known."""
     first, *lines = [line.strip() for line in source.strip().splitlines()]
+    if first.startswith("flowchart"):
+        return flowchart([line for line in lines if line])
     if first != "sequenceDiagram":
-        raise ValueError(f"only sequence diagrams can be drawn, not {first!r}")
+        raise ValueError(f"only sequence diagrams and flowcharts can be drawn, not {first!r}")
     found = [_PARTICIPANT.match(line) for line in lines]
     drawing = Drawing({match[1]: match[2] or match[1] for match in found if match})
     drawing.head()
@@ -145,6 +150,29 @@ def draw(source: str) -> str:
         elif line and not _PARTICIPANT.match(line):
             raise ValueError(f"this line of a diagram is not known: {line!r}")
     return drawing.svg(f"sequence diagram: {', '.join(drawing.columns.values())}")
+
+
+def flowchart(lines: list[str]) -> str:
+    """Return the HTML of a flowchart: a row for each line, which wraps on a narrow page."""
+    labels: dict[str, str] = {}
+    rows = []
+    for line in lines:
+        first, *rest = _STEP.split(line)
+        row = [box(first, labels)]
+        for text, node in zip(rest[::2], rest[1::2], strict=True):
+            row.append(f'<span class="step">{html.escape(text or "")} \N{RIGHTWARDS ARROW}</span>')
+            row.append(box(node, labels))
+        rows.append(f'<div class="row">{"".join(row)}</div>')
+    return f'<div class="flowchart">{"".join(rows)}</div>'
+
+
+def box(node: str, labels: dict[str, str]) -> str:
+    """Return the box of a node, whose label is given where the node is first mentioned."""
+    match = _NODE.match(node.strip())
+    if match is None:
+        raise ValueError(f"this node of a flowchart is not known: {node!r}")
+    label = labels.setdefault(match[1], match[2] or match[3] or match[1])
+    return f'<span class="node">{html.escape(label)}</span>'
 
 
 class Mermaid(SphinxDirective):
