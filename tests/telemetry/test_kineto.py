@@ -34,6 +34,7 @@ def all_threads() -> profile:
     return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.11
 def test_calls_are_ranges_of_the_caller(cluster: Clusters) -> None:
     agent = cluster(2)["w0"]
     x = torch.ones(2)

@@ -6,7 +6,8 @@
 
     start_debug_server(handlers=[*default_handlers(), TelegradHandler()])
 
-The front end needs ``jinja2`` and ``tabulate``, and ``aiohttp`` or ``requests``.
+It needs a torch that is newer than 2.11. The front end needs ``jinja2`` and ``tabulate``, and
+``aiohttp`` or ``requests``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ try:
     from torch.distributed.debug._frontend import DebugHandler, NavLink, Response, Route, fetch_all
 
     _problem = ""
+    if not hasattr(DebugHandler, "fetch_timeout"):
+        # one dead process would make the page fail
+        _problem = "the debug server of this torch is too old: install a newer torch"
 except ImportError as error:
     DebugHandler = object  # type: ignore[assignment,misc]
     _problem = f"torch's debug server cannot be imported: {error}"
