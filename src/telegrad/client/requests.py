@@ -159,7 +159,7 @@ class RequestCodec:
         return function_id, flags, body, buffers
 
     def decode(self, frame: Frame, call: str | Function, received: list[Any] | None = None) -> Any:
-        """Return the result in a reply. The resources in it is added to `received`."""
+        """Return the result in a reply. Its resources are added to `received`."""
         try:
             if frame.receive_error is not None:
                 raise frame.receive_error
