@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import hooks
+from telegrad.scheduling.executor import apply_torch_num_threads
 
 _run_backward = torch.autograd.graph._engine_run_backward
 
@@ -143,6 +144,7 @@ def run_engine(
     """
     if not ends:
         return []
+    apply_torch_num_threads()
     gradients: Any = _run_backward(
         tuple([root.edge for root in roots]),
         tuple([root.gradient.tensor for root in roots]),

@@ -36,6 +36,7 @@ from telegrad.batching.scheduler import BatchOptions
 from telegrad.current import Deadline, thread_state
 from telegrad.errors import InternalError, UsageError
 from telegrad.messages.remote_functions import Function, describe
+from telegrad.scheduling.executor import apply_torch_num_threads
 
 Finish = Callable[[list[Any]], None]
 
@@ -148,6 +149,7 @@ class BatchExecutor:
     ) -> Any:
         if self._graphs is not None:
             return self._graphs(receiver, args, kwargs)
+        apply_torch_num_threads()
         return self._function(*receiver, *args, **kwargs)
 
     def _find_version(self, receiver: tuple[Any, ...]) -> int | None:

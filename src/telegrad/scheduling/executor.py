@@ -38,6 +38,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 
+import torch
+
 from telegrad import thread_roles
 from telegrad.errors import InternalError
 from telegrad.messages.remote_functions import MAX_FUNCTIONS
@@ -48,6 +50,12 @@ _IDLE_SECONDS = 10.0  # after which an idle thread ends
 _RETRY_SECONDS = 0.05  # after which a thread that the system refused is requested again
 SLOW_SECONDS = 0.002  # seconds; a function or callback that takes longer is run by the executor
 _log = logging.getLogger(__name__)
+
+# Make torch's operations on this thread use the number of `torch.set_num_threads`. A thread takes
+# that number over when it first asks for it. Until then, its matrix products use a thread for each
+# core, on cores that other workers need. Called before a thread runs a function of the user. When
+# the thread starts would be too early: most programs set the number later.
+apply_torch_num_threads = torch.get_num_threads
 
 
 class ThreadPool:

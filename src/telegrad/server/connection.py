@@ -61,7 +61,12 @@ from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
-from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
+from telegrad.scheduling.executor import (
+    SLOW_SECONDS,
+    Executor,
+    ThreadPool,
+    apply_torch_num_threads,
+)
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.server.future_replies import FutureReplies
 from telegrad.transport.channel import (
@@ -582,6 +587,7 @@ class ServerConnection(ReplyingConnection):
                 call.started_at = started = _now()
             else:  # it took no time to unpack
                 call.started_at = started = call.received_at
+            apply_torch_num_threads()
             try:
                 value = function.run(*args, **kwargs)
             finally:
