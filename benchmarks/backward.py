@@ -3,23 +3,22 @@
     python -m benchmarks.backward
     python -m benchmarks.backward --cases "chain of 20,RNN of 40" --rounds 15
 
-Every process joins a group of torch.distributed.rpc and a group of Telegrad. The caller runs each
-case in one process, with torch and with Telegrad in turn, one pass after the other, so that the
-load of the machine is the same for all. For each case the table shows the median time of the
-backward pass and, in parentheses, of the whole pass (context, calls, backward). The overhead is the
-time above that of one process. The column `overhead` is torch's overhead divided by Telegrad's:
-2.00x means that Telegrad has half of torch's overhead.
+One process, a group of torch.distributed.rpc and a group of Telegrad run each case in turn, for a
+fraction of a second each. All other processes are stopped meanwhile, because idle processes of torch
+RPC use all cores. For each case the table shows the median time of the backward pass and, in
+parentheses, of the whole pass (context, calls, backward). The overhead is the time above that of one
+process. The column `overhead` is torch's overhead divided by Telegrad's: 2.00x means that Telegrad
+has half of torch's overhead.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ import telegrad.autograd as telegrad_autograd
 import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
-from benchmarks.worlds import together
+from benchmarks.processes import die_with_parent, import_path
+from benchmarks.worlds import forkserver, resume, running, stop
 
 WIDTH, BATCH = 64, 8
 WORKERS = 4  # including the caller
@@ -165,36 +164,76 @@ def timed(case: str, package: str) -> tuple[float, float]:
     return end - middle, time.perf_counter() - begin
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the times of every pass for each case and entry."""
-    lines: list[dict[str, Any]] = []
+class World:
+    """The processes of one entry. They are stopped, except inside of `run`."""
+
+    def __init__(self, entry: str) -> None:
+        context = forkserver("torch._dynamo", "telegrad.rpc", "benchmarks.backward")
+        size, port = WORKERS if entry in PACKAGES else 1, free_port()
+        self._pipe, far = context.Pipe()
+        self._processes = [
+            context.Process(target=work, args=(entry, rank, size, port, None if rank else far))
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+        self._pipe.recv()
+        stop(self._processes)
+
+    def run(self, case: str, passes: int, seconds: float) -> list[tuple[float, float]]:
+        """Return the times of at least `passes` passes and `seconds` seconds."""
+        with running(self._processes):
+            self._pipe.send((case, passes, seconds))
+            times: list[tuple[float, float]] = self._pipe.recv()
+        return times
+
+    def close(self) -> None:
+        resume(self._processes)
+        self._pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+def work(entry: str, rank: int, size: int, port: int, pipe: Connection | None) -> None:
+    """Run a process. The one with the pipe is the caller and runs what the parent asks for."""
+    die_with_parent()
+    torch.manual_seed(rank)
+    torch.set_num_threads(1)
+    rpc = PACKAGES[entry][0] if entry in PACKAGES else None
+    if rpc is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+    if pipe is not None:
+        pipe.send("ready")
+        while (command := pipe.recv()) is not None:
+            case, passes, seconds = command
+            times: list[tuple[float, float]] = []
+            end = time.perf_counter() + seconds
+            while len(times) < passes or time.perf_counter() < end:
+                times.append(timed(case, entry))
+            pipe.send(times)
+    if rpc is not None:
+        rpc.shutdown()
+
+
+def measure(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Add the times of every pass for each case and entry."""
+    worlds = {entry: World(entry) for entry in ENTRIES}
     for case in options.cases:
         found: dict[str, list[tuple[float, float]]] = {entry: [] for entry in ENTRIES}
-        for entry in ENTRIES:
-            timed(case, entry)
-        end = time.perf_counter() + options.seconds
-        while time.perf_counter() < end or len(found[ENTRIES[-1]]) < options.rounds:
-            for entry, times in found.items():
-                times.append(timed(case, entry))
+        for world in worlds.values():
+            world.run(case, 2, options.seconds)  # connect, and warm up
+        for _ in range(options.rounds):
+            for entry, world in worlds.items():
+                found[entry] += world.run(case, 2, options.seconds)[1:]
         for entry, times in found.items():
             backward, whole = zip(*times, strict=True)
             lines.append(
                 {"kind": "result", "case": case, "entry": entry, "rounds": backward, "whole": whole}
             )
         print(".", end="", flush=True)
-    return lines
-
-
-def work(rank: int, ports: list[int], options: argparse.Namespace, found: str) -> None:
-    torch.manual_seed(rank)
-    torch.set_num_threads(1)
-    for (rpc, _), port in zip(PACKAGES.values(), ports, strict=True):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS)
-    if rank == 0:
-        Path(found).write_text(json.dumps(measure(options)))
-    for rpc, _ in PACKAGES.values():
-        rpc.shutdown()
+    for world in worlds.values():
+        world.close()
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -224,10 +263,10 @@ def main(argv: list[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backward", description=summary)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--rounds", type=int, default=15, help="minimum number of passes of each case"
+        "--seconds", type=float, default=0.1, help="duration of each case, entry and round"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="minimum time of each case")
     parser.add_argument(
         "--out",
         type=results.out_file,
@@ -239,12 +278,10 @@ def main(argv: list[str] | None = None) -> int:
     run = machine.heading(
         "backward", cases=options.cases, rounds=options.rounds, seconds=options.seconds
     )
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        found = Path(folder) / "lines.json"
-        together(work, WORKERS, [free_port() for _ in PACKAGES], options, str(found))
-        lines = json.loads(found.read_text())
+    lines: list[dict[str, Any]] = []
+    with results.kept(options.out, run, lambda: lines):
+        measure(options, lines)
     print(f"\n{table(lines)}")
-    results.write(options.out, run, lines)
     return 0
 
 

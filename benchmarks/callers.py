@@ -22,14 +22,13 @@ import io
 import os
 import pickle
 import select
-import signal
 import socket
 import statistics
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from torch import Tensor
 from benchmarks import machine, results
 from benchmarks.group import free_port
 from benchmarks.processes import die_with_parent, import_path
-from benchmarks.worlds import forkserver
+from benchmarks.worlds import forkserver, resume, running, stop
 from telegrad import Agent
 
 ENTRIES = ("epoll", "telegrad", "torch")
@@ -259,20 +258,11 @@ class World:
                 near.recv()
         for pipe in self.pipes if entry == "torch" else self.pipes[1:]:
             pipe.recv()
-        self._signal(signal.SIGSTOP)
+        stop(self._processes)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the processes run only inside the block: idle processes of torch use all cores."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            os.kill(process.pid or 0, number)
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Let the processes run only inside a block."""
+        return running(self._processes)
 
     def measure(self, seconds: float, in_flight: int) -> dict[str, Any]:
         begin = time.monotonic() + _AHEAD
@@ -295,7 +285,7 @@ class World:
         return line
 
     def close(self) -> None:
-        self._signal(signal.SIGCONT)
+        resume(self._processes)
         for pipe in self.pipes:
             pipe.send(None)
         for pipe in self.pipes:

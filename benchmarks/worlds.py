@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -57,6 +59,28 @@ def together(work: Callable[..., None], size: int, *arguments: Any, fresh: bool 
         forkserver("torch._dynamo", "telegrad", "telegrad.rpc")
     start: Any = torch.multiprocessing.start_processes
     start(work, arguments, size, start_method="spawn" if fresh else "forkserver")
+
+
+def stop(processes: Sequence[ForkServerProcess]) -> None:
+    """Stop processes until they are `running` again: idle processes of torch RPC use all cores."""
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGSTOP)
+
+
+def resume(processes: Sequence[ForkServerProcess]) -> None:
+    """Let stopped processes run."""
+    for process in processes:
+        os.kill(process.pid or 0, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running(processes: Sequence[ForkServerProcess]) -> Iterator[None]:
+    """Let stopped processes run inside the block."""
+    resume(processes)
+    try:
+        yield
+    finally:
+        stop(processes)
 
 
 def modules(adapter: str) -> list[str]:
