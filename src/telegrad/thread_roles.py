@@ -16,6 +16,10 @@ The protocol of a role:
 
     pause, resume
         Around a wait. While the thread waits, its duty is done by another thread.
+    pause_when_needed, resume
+        Around a wait of a thread that can also wait for a descriptor. `pause_when_needed` returns a
+        `DelayedPause` if the duty has nothing to do now. The thread must call its `pause` as soon
+        as its descriptor becomes readable. None: the duty was handed over, as by `pause`.
     begin_backpressure, end_backpressure
         Around a wait that applies back-pressure to one peer. The event loop goes on in another
         thread, but does not read the connection that this thread was serving. A thread of the
@@ -45,10 +49,18 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 
+class DelayedPause(Protocol):
+    """A duty that is not handed over until its descriptor becomes readable."""
+
+    def fileno(self) -> int: ...
+    def pause(self) -> None: ...
+
+
 class ThreadRole(Protocol):
     """The duty of a thread. The module docstring describes the methods."""
 
     def pause(self) -> None: ...
+    def pause_when_needed(self) -> DelayedPause | None: ...
     def resume(self) -> None: ...
     def begin_backpressure(self) -> None: ...
     def end_backpressure(self) -> None: ...
@@ -132,8 +144,14 @@ def pause() -> ThreadRole | None:
     return role
 
 
+def pause_when_needed(role: ThreadRole) -> DelayedPause | None:
+    """Do what `pause` does for the role of this thread, or delay it. Pass the role to `resume`."""
+    _thread_state.paused_at = time.perf_counter()
+    return role.pause_when_needed()
+
+
 def resume(role: ThreadRole | None) -> None:
-    """End the wait that began with `pause`."""
+    """End the wait that began with `pause` or `pause_when_needed`."""
     if role is not None:
         role.resume()
         _thread_state.waited_seconds += time.perf_counter() - _thread_state.paused_at

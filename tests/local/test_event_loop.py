@@ -127,6 +127,50 @@ def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
+def ask_behind_gate(of: str, gate: Gate) -> int:
+    """Make a nested call that is answered when the gate is open."""
+    agent = active_runtime()
+    assert agent is not None
+    answer: int = agent.agent.call(of, sleep_unknown, gate)
+    return answer
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_nested_call_whose_reply_comes_first_keeps_the_loop() -> None:
+    with LocalCluster(3, transports=("unix",), event_loops=1) as workers:
+        workers["w1"].call("w0", ask_identity, "w2")  # connect
+        [loop] = workers["w0"]._runtime.event_loops
+        until(lambda: loop._asleep)
+        before = loop.hand_over_count
+        here, _ = workers["w1"].call("w0", ask_identity, "w2")
+        assert workers["w1"].call("w0", identity) == here
+        assert loop.hand_over_count == before
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_nested_call_that_waits_does_not_hold_up_the_others(
+    workers: LocalCluster, gate: Gate
+) -> None:
+    workers["w1"].call("w0", ask_identity, "w2")  # connect
+    waiting = workers["w1"].submit("w0", ask_behind_gate, "w2", gate)
+    gate.wait_for()
+    assert workers["w3"].call("w0", abs, -1) == 1
+    assert workers["w1"].submit("w0", abs, -2).result(PATIENCE) == 2
+    gate.open()
+    assert waiting.result(PATIENCE)
+    assert workers["w0"]._runtime.functions.find(ask_behind_gate).seconds <= 0  # it only waited
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_a_nested_call_gives_the_loop_back_to_a_worker_that_calls_itself(
+    workers: LocalCluster,
+) -> None:
+    # w0 must read the inner call to itself while its leader waits for the outer one.
+    workers["w1"].call("w0", ask_identity, "w0")
+    here, there = workers["w1"].call("w0", ask_identity, "w0")
+    assert here != there
+
+
 def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
     workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +460,34 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
     one.add()
     until(lambda: sorted(answers) == list(range(7)))
     assert sizes == [4, 3]
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_replies_to_earlier_calls_are_sent_before_a_nested_call_waits(
+    line: Callable[[], Line],
+) -> None:
+    one, failures = line(), list[BaseException]()
+    finished = threading.Event()
+
+    def act(frame: Frame) -> None:
+        if frame.call_id == 1:
+            one.recorder.channel.cork(Kind.REPLY, 1, b"x")
+            return
+        role = thread_roles.current_role()
+        assert role is not None
+        thread_roles.pause_when_needed(role)
+        try:  # the peer of the nested call may wait for the reply
+            assert one.far.recv(PATIENCE).call_id == 1
+        except BaseException as error:
+            failures.append(error)
+        thread_roles.resume(role)
+        finished.set()
+
+    one.recorder.act = act
+    one.send(1, 2)
+    one.add()
+    assert finished.wait(2 * PATIENCE)
+    assert not failures
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:

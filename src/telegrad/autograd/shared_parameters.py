@@ -60,6 +60,10 @@ class _RunningCallRole:
         if self.outer is not None:
             self.outer.pause()
 
+    def pause_when_needed(self) -> thread_roles.DelayedPause | None:
+        self._parameters.stop_reading(self)
+        return None if self.outer is None else self.outer.pause_when_needed()
+
     def resume(self) -> None:
         if self.outer is not None:
             self.outer.resume()

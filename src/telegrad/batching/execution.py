@@ -274,6 +274,10 @@ class BatchRole:
         if self.outer is not None:
             self.outer.pause()
 
+    def pause_when_needed(self) -> thread_roles.DelayedPause | None:
+        self._queue.pause()
+        return None if self.outer is None else self.outer.pause_when_needed()
+
     def resume(self) -> None:
         if self.outer is not None:
             self.outer.resume()

@@ -68,6 +68,7 @@ from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, 
 from telegrad.wire.handshake import Incarnation
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+_LARGE_REQUEST = 1 << 16  # bytes; while such a request is sent, another thread leads the loop
 # seconds to wait for the LEAVE frame of a peer when another connection to it broke
 _LEAVE_WAIT = 0.2
 _log = logging.getLogger(__name__)
@@ -110,10 +111,19 @@ class ExclusiveConnection:
         if flags & DEFINES_FUNCTION:
             self.known_functions.add(function_id)
 
-    def receive(self, call_id: int, timeout: float | None, until: float) -> Frame:
+    def receive(
+        self,
+        call_id: int,
+        timeout: float | None,
+        until: float,
+        delayed: thread_roles.DelayedPause | None,
+    ) -> Frame:
         """Return the frame that answers a request."""
         while True:
-            frame = self.channel.recv(time_left(timeout, until))
+            if delayed is None:
+                frame = self.channel.recv(time_left(timeout, until))
+            else:
+                frame = self.channel.recv_or_pause(time_left(timeout, until), delayed)
             if frame.kind == Kind.CLOSE:
                 raise ChannelClosed(text_of_frame(frame))
             if frame.call_id == call_id or frame.kind not in (_REPLY, _FAILURE):
@@ -253,7 +263,8 @@ class Peer:
         record = [call_id, self._name, function, started, timeout, 0.0, 0, 0, "", False, None]
         connection: ExclusiveConnection | None = None
         retained: list[Any] = []  # until this returns
-        role = None
+        paused_role: thread_roles.ThreadRole | None = None
+        delayed: thread_roles.DelayedPause | None = None
         try:
             connection = self._take_idle() or self._open_connection(record, timeout, until)
             request = self._encode(
@@ -265,9 +276,11 @@ class Peer:
                 current_scope.get(),
                 True,
             )
-            role = thread_roles.pause()
+            role = thread_roles.current_role()
             if role is not None:  # else this thread serves no calls
                 record[PARENT] = current_call()
+                if message_bytes(request[2], request[3]) > _LARGE_REQUEST:
+                    paused_role = thread_roles.pause()  # it takes long to send
             self._busy[connection] = record
             # `mark_lost` did not shut the connection if it was not in `_busy` yet.
             if self._error is not None:
@@ -279,7 +292,10 @@ class Peer:
             record[REQUEST_BYTES] = len(body) if not buffers else message_bytes(body, buffers)
             if not function_id:
                 record[FUNCTION] = describe(function)
-            frame = connection.receive(call_id, timeout, until)
+            if role is not None and paused_role is None:
+                paused_role = role
+                delayed = thread_roles.pause_when_needed(role)
+            frame = connection.receive(call_id, timeout, until, delayed)
         except BaseException as error:
             if connection is not None:
                 if connection in self._busy:
@@ -294,7 +310,7 @@ class Peer:
             self._record(record)
             raise error from None
         finally:
-            thread_roles.resume(role)
+            thread_roles.resume(paused_role)
         self._busy.pop(connection, None)
         if frame.kind == _FAILURE and frame.function_id:
             connection.known_functions.discard(frame.function_id)

@@ -8,9 +8,11 @@ a message to another thread costs more than most calls do. The rules:
 
 1. The *leader* of the event loop reads a frame, runs the call and queues the reply (`event_loop`).
    The replies to one peer are sent together once its frames are handled.
-2. The leader is about to block in a wait that Telegrad knows of: a nested call, `Future.wait`, a
-   full socket, a large copy. It hands the loop over to another thread first (`thread_roles.pause`,
-   `LeaderRole`). The old leader continues with its call, the new one with the next frame.
+2. The leader is about to block in a wait that Telegrad knows of: `Future.wait`, a full socket, a
+   large copy. It hands the loop over to another thread first (`thread_roles.pause`, `LeaderRole`).
+   The old leader continues with its call, the new one with the next frame. In a nested synchronous
+   call, it waits for the reply and for all connections, and hands the loop over only if something
+   else arrives before the reply (`thread_roles.pause_when_needed`).
 3. The leader blocks in an unknown wait, or computes for long: the clock finds it inside the same
   frame at two consecutive ticks and hands the loop over (`EventLoop.tick`).
 4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from

@@ -8,8 +8,9 @@ handles every frame on the spot, and sends the replies to a connection's frames 
 The leader must not delay the frames behind the one that it handles. So it hands the loop over to
 another thread
 
-- before it blocks in a known wait (`thread_roles.pause`: a nested call, `Future.wait`, a full
-  socket),
+- before it blocks in a known wait (`thread_roles.pause`: `Future.wait`, a full socket),
+- inside a nested call, as soon as something arrives for the loop (`pause_when_needed`): often the
+  reply is first, and no other thread has to be woken,
 - or when the clock finds it inside the same frame at two consecutive ticks (`tick`).
 
 Then the new leader continues with the next frame and the former leader with its call, after which
@@ -25,8 +26,8 @@ State of an `EventLoop`: `_epoch` counts the hand-overs, under `_lock`. A thread
 epoch in which it began to lead is the current one; it compares them after each frame. `_busy` is
 True while the leader handles something; only then can the loop be handed over. `_current`,
 `_last_read`, `_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a
-hand-over passes them on, and so it does with `_ready`. Any thread appends to `_posted` and adds to
-`_deferred`.
+hand-over passes them on, and so it does with `_ready`. `_in_wait` changes under `_lock`. Any thread
+appends to `_posted` and adds to `_deferred`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class EventLoop(ConnectionPoller):
         self._closed = False
         self._epoch = 0
         self._busy = False
+        self._in_wait = False  # the leader waits for a reply, and hands over when it is needed
+        self.wait_count = 0  # waits of leaders for a reply so far
         self._handled = 0  # frames and jobs so far
         self._handled_at_tick = -1
         self.hand_over_count = 0
@@ -431,9 +434,51 @@ class EventLoop(ConnectionPoller):
             return False
         self._threads.start(lambda: self._lead(epoch + 1))
         self._epoch = epoch + 1
-        self._busy = False
+        self._busy = self._in_wait = False
         self.hand_over_count += 1
         return True
+
+    def begin_wait(self, epoch: int) -> bool:
+        """Let the leader wait for a reply until it is needed: then `fileno` becomes readable.
+
+        Return False if another thread leads now, because there is something to do already.
+        """
+        if self._epoch != epoch:
+            return False
+        self.wait_count += 1
+        connection = self._current
+        if connection is not None and not self._timers and not self._idle_jobs:
+            if self._deferred:
+                self._flush_deferred()
+            # the replies to earlier frames: the peer that is called may wait for them
+            if self._flush_replies(connection) and not self.has_more_input(epoch):
+                with self._lock:
+                    if self._epoch != epoch:
+                        return False
+                    self._in_wait = self._asleep = True
+                if not self._posted:  # a later post wakes the leader
+                    return True
+        self.hand_over(epoch)
+        return False
+
+    def end_wait(self, epoch: int) -> None:
+        """Undo `begin_wait`, if the loop was not handed over meanwhile."""
+        if self._in_wait:
+            with self._lock:
+                if self._epoch == epoch:
+                    self._in_wait = self._asleep = False
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when the leader has something to do."""
+        return self._epoll.fileno()
+
+    @staticmethod
+    def _flush_replies(connection: LoopConnection) -> bool:
+        """Send the replies to the frames handled so far. Return False if some are left."""
+        try:
+            return connection.channel.flush_nowait()
+        except ChannelClosed:
+            return False  # the next read notices it
 
     def begin_backpressure(self, epoch: int) -> LoopConnection | None:
         """Hand over, and stop reading the connection whose frame the leader handles.
@@ -466,8 +511,9 @@ class EventLoop(ConnectionPoller):
         if self._deferred:
             self._flush_deferred()
         handled, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
+        in_wait = self._in_wait
         if busy and handled == self._handled_at_tick:
-            if self.hand_over(epoch) and connection is not None:
+            if self.hand_over(epoch) and connection is not None and not in_wait:
                 connection.on_blocked()
             return True
         is_active = handled != self._handled_at_tick
@@ -516,9 +562,17 @@ class LeaderRole:
         """Hand the loop over, because this thread is about to block."""
         self._loop.hand_over(self._epoch)
 
+    def pause_when_needed(self) -> LeaderRole | None:
+        """Return itself as the `DelayedPause`, unless the loop has something to do now."""
+        return self if self._loop.begin_wait(self._epoch) else None
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when the loop has something to do."""
+        return self._loop.fileno()
+
     def resume(self) -> None:
-        """Do nothing: another thread leads now, and this one ends after its call."""
-        return
+        """Lead on, if the loop was not handed over. Else this thread ends after its call."""
+        self._loop.end_wait(self._epoch)
 
     def begin_backpressure(self) -> None:
         """Hand the loop over, and stop reading the connection whose frame is handled here."""

@@ -309,6 +309,10 @@ class Executor:
             self._active -= 1
             self._start_queued()
 
+    def pause_when_needed(self) -> None:
+        """Do what `pause` does: a queued call can run."""
+        self.pause()
+
     def resume(self) -> None:
         """Count this thread again after its wait."""
         with self._lock:

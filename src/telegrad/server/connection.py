@@ -571,7 +571,7 @@ class ServerConnection(ReplyingConnection):
         call: ServedCall,
         loop: EventLoop | None,
     ) -> None:
-        epoch = loop.own_epoch if loop is not None else 0
+        epoch, waits = (loop.own_epoch, loop.wait_count) if loop is not None else (0, 0)
         received: list[ReceivedResource] = []
         if type(frame.receive_error) is SenderTimedOut:
             self._send_empty_reply(call, "expired")
@@ -599,7 +599,7 @@ class ServerConnection(ReplyingConnection):
                 waited = thread_roles.waited_seconds() - waited
                 _add_duration(function, returned - started - waited)
             # else it has waited, or `on_blocked` has recorded that it took long
-            elif loop.epoch == epoch:
+            elif loop.epoch == epoch and loop.wait_count == waits:
                 _add_duration(function, returned - started)
             del args, kwargs
             for resource in received:

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from telegrad.errors import SerializationError
+from telegrad.thread_roles import DelayedPause
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
 
@@ -141,6 +142,11 @@ class Channel(ABC):
     @abstractmethod
     def recv(self, timeout: float | None = None) -> Frame:
         """Wait for the next frame. Raise `TimeoutError` after `timeout` seconds."""
+
+    def recv_or_pause(self, timeout: float | None, delayed: DelayedPause) -> Frame:
+        """Do what `recv` does, and call `delayed.pause` when its descriptor becomes readable."""
+        delayed.pause()
+        return self.recv(timeout)
 
     def fileno(self) -> int | None:
         """Return the descriptor for epoll; None if `on_frame` is called instead."""

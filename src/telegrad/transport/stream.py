@@ -29,6 +29,7 @@ import enum
 import itertools
 import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -190,10 +191,11 @@ class SocketChannel(Channel):
                 return False
         return True
 
-    def _spin(self, started: float) -> bool:
+    def _spin(self, started: float, poller: select.poll | None = None) -> bool:
         """Poll for bytes for a moment without sleeping. Return True if some arrived.
 
-        Return at once if another thread of this process does so already.
+        Return at once if another thread of this process does so already, and as soon as `poller`
+        finds that a descriptor is readable.
         """
         acquired: list[bool] = []
         try:
@@ -206,6 +208,8 @@ class SocketChannel(Channel):
                 before, now = now, time.monotonic()
                 if now > started + SPIN_SECONDS or now > before + CONTENDED_SECONDS:
                     self._should_spin = False
+                    return False
+                if poller is not None and poller.poll(0):
                     return False
             return True
         finally:
@@ -450,6 +454,24 @@ class StreamChannel(SocketChannel):
                 if left <= 0:
                     raise TimeoutError("nothing arrived in time")
                 self._set_receive_timeout(left)
+
+    def recv_or_pause(self, timeout: float | None, delayed: thread_roles.DelayedPause) -> Frame:
+        frame = self._decoder.next_frame()
+        if frame is not None:
+            return frame
+        started = time.monotonic()
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        poller.register(delayed, select.POLLIN)
+        if not self._should_spin or not self._spin(started, poller):
+            ready = poller.poll(None if timeout is None else timeout * 1000)
+            if ready and all(fd != self._sock.fileno() for fd, _ in ready):
+                delayed.pause()
+        if timeout is not None:
+            timeout = max(timeout - (time.monotonic() - started), 0.0)
+        frame = self.recv(timeout)
+        self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
+        return frame
 
     def fileno(self) -> int | None:
         return self._sock.fileno()
