@@ -176,3 +176,22 @@ def test_parts_of_a_view_belong_to_the_image() -> None:
     image = image_for(PART, 0)
     assert find_image(memoryview(image)[5:].cast("B")) is image
     assert find_image(memoryview(bytearray(5))) is None
+
+
+def test_an_image_is_ordinary_memory_once_it_was_copied() -> None:
+    data, image = staged(PART + 7)
+    for _ in range(2):  # the second time, there is nothing left to copy
+        host_image.fill_images([memoryview(image)])
+        assert image.device_memory is None
+        assert memoryview(image) == memoryview(data.numpy())
+    (part,) = image.parts(3, PART + 5)
+    assert part == memoryview(data.numpy())[3 : PART + 5]
+
+
+def test_without_an_allocator_bytes_arrive_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_image._Hooks, "allocate", None)
+    image = image_for(4, 0)
+    (space,) = image.spaces(0, 4)
+    space[:] = b"abcd"
+    assert bytes(image) == b"abcd"
+    assert image.device_memory is None

@@ -445,7 +445,7 @@ class MultiplexedConnection(LoopConnection):
                 try:
                     received: list[Any] = []
                     value = self._codec.decode(frame, pending.function, received)
-                    if received:
+                    if received:  # pragma: gpu
                         pending.listener._device_copies = received
                 finally:
                     current_scope.reset(token)

@@ -291,7 +291,7 @@ class ReplyingConnection(LoopConnection):
 
 def prepare_replies(received: Sequence[ReceivedResource]) -> None:
     """Let the senders of the resources of a call reuse them."""
-    for resource in received:
+    for resource in received:  # pragma: gpu
         resource.prepare_reply()
 
 
@@ -602,7 +602,7 @@ class ServerConnection(ReplyingConnection):
             elif loop.epoch == epoch and loop.wait_count == waits:
                 _add_duration(function, returned - started)
             del args, kwargs
-            for resource in received:
+            for resource in received:  # pragma: gpu
                 resource.forget()
             if function.is_deferred or type(value) is DeferredReply:
                 prepare_replies(received)

@@ -122,7 +122,7 @@ class Publisher:
         )
         self._device_store: DeviceVersionStore | None = None
         device = None if self._shards > 1 else device_images.device_of(local, runtime.config)
-        if device is not None:
+        if device is not None:  # pragma: gpu
             self._device_store = DeviceVersionStore(epoch, self._layout, device)
             self._store.on_first_reader = self._start_coding
         host = runtime.local_member.host if shared else None
@@ -188,13 +188,13 @@ class Publisher:
             image = store.take_image()
             with torch.no_grad():
                 self._layout.write(tensors, image.contents)
-            if image.contents.is_cuda:
+            if image.contents.is_cuda:  # pragma: gpu
                 image.written = torch.cuda.current_stream(image.contents.device).record_event()
             self._version = version
             with self._lock:
                 skipped, self._pending = self._pending, (version, image)
             if skipped is not None:
-                if skipped[1].written is not None:
+                if skipped[1].written is not None:  # pragma: gpu
                     skipped[1].written.synchronize()
                 store.give_back(skipped[1])
             self._start_coding()
@@ -241,7 +241,7 @@ class Publisher:
                     self._is_coding = False
                     return
             try:
-                if self._device_store is not None:
+                if self._device_store is not None:  # pragma: gpu
                     pending = self._complete_on_device(self._device_store, pending)
                 if pending is not None:
                     self._code(*pending)
@@ -261,7 +261,7 @@ class Publisher:
             and is_newer(store.version, self._store.version)
         )
 
-    def _complete_on_device(
+    def _complete_on_device(  # pragma: gpu
         self, store: DeviceVersionStore, pending: tuple[int, Image] | None
     ) -> tuple[int, Image] | None:
         """Let workers of this host read a version on the GPU. Return its copy for the others."""

@@ -71,7 +71,7 @@ def read_own(store: VersionStore, reader: str) -> Iterator[ReadVersion]:
     try:
         yield ReadVersion(version.version, store.layout, image)
     finally:
-        if image.is_cuda:
+        if image.is_cuda:  # pragma: gpu
             torch.cuda.current_stream(image.device).synchronize()
         store.release(version.ticket)
 
@@ -116,7 +116,7 @@ class SharedReader:
         """Unmap all segments that are not being read."""
         self._mapped.clear()
 
-    def _end_device_read(self, source: str, arguments: tuple[str, str, int]) -> None:
+    def _end_device_read(self, source: str, arguments: tuple[str, str, int]) -> None:  # pragma: gpu
         """Release memory of a GPU. Raise `VersionLost` if it may have been written meanwhile."""
         self._runtime.cuda_transfers.copies_started()  # it unmaps memory that is not used
         try:
@@ -131,7 +131,7 @@ class SharedReader:
             raise VersionLost(f"worker {source!r} no longer keeps this version for this worker")
 
     def _map(self, handle: SegmentHandle | DeviceHandle | None) -> AbstractContextManager[Tensor]:
-        if isinstance(handle, DeviceHandle):
+        if isinstance(handle, DeviceHandle):  # pragma: gpu
             return self._map_device(handle)
         memory = None
         if handle is not None:
@@ -145,7 +145,7 @@ class SharedReader:
         return nullcontext(memory.contents)
 
     @contextmanager
-    def _map_device(self, handle: DeviceHandle) -> Iterator[Tensor]:
+    def _map_device(self, handle: DeviceHandle) -> Iterator[Tensor]:  # pragma: gpu
         with ExitStack() as stack:
             try:
                 image = stack.enter_context(device_memory.mapped(handle))

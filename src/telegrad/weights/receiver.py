@@ -211,7 +211,7 @@ class Receiver(NewestVersion):
 
     def _key_of(self, reply: JoinReply) -> str:
         """Return the name of the store to read: that on the GPU, if the source has one."""
-        if self.uuid is not None and self._shared.device_is_possible:
+        if self.uuid is not None and self._shared.device_is_possible:  # pragma: gpu
             arguments = (self.name, reply.epoch, self.uuid)
             if self._call(reply.source.worker, service.open_on_device, *arguments):
                 return device_key(self.name, self.uuid)
@@ -219,7 +219,7 @@ class Receiver(NewestVersion):
 
     def _own_reader(self, store: VersionStore, version: int) -> Reader:
         """Return how to read a version that has arrived here, on the GPU if possible."""
-        if self.uuid is not None:
+        if self.uuid is not None:  # pragma: gpu
             on_device = self._registry.device_store(self.name, store.epoch, self.uuid)
             if on_device is not None:
                 on_device.wait_for_version(self._me, version - 1).wait()

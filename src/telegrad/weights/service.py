@@ -91,7 +91,7 @@ class WeightsRegistry:
                 )
             self._publishers[name] = publisher
             self._stores[name] = publisher.store
-            if publisher.device_store is not None:
+            if publisher.device_store is not None:  # pragma: gpu
                 self._stores[device_key(name, publisher.device_store.uuid)] = publisher.device_store
 
     def remove_publisher(self, name: str) -> None:
@@ -137,7 +137,9 @@ class WeightsRegistry:
             )
         return store
 
-    def device_store(self, name: str, epoch: str, uuid: str) -> DeviceVersionStore | None:
+    def device_store(
+        self, name: str, epoch: str, uuid: str
+    ) -> DeviceVersionStore | None:  # pragma: gpu
         """Return the store of these weights on a GPU; None if this worker cannot have one."""
         key = device_key(name, uuid)
         with self._lock:
@@ -185,7 +187,9 @@ class WeightsRegistry:
         if self.runtime.is_lost(Incarnation(reader)):
             store.reader_lost(reader)
 
-    def _mirror(self, key: str, source: VersionStore, target: DeviceVersionStore) -> None:
+    def _mirror(
+        self, key: str, source: VersionStore, target: DeviceVersionStore
+    ) -> None:  # pragma: gpu
         try:
             device_images.mirror(source, target)
         except (RuntimeError, TelegradError) as error:  # such as no memory: the host's is used
@@ -299,7 +303,7 @@ def is_alive(name: str, epoch: str) -> None:
 
 
 @internal
-def open_on_device(name: str, epoch: str, uuid: str) -> bool:
+def open_on_device(name: str, epoch: str, uuid: str) -> bool:  # pragma: gpu
     """Return whether workers of this host can read these weights on a GPU."""
     return WeightsRegistry.here().device_store(name, epoch, uuid) is not None
 

@@ -128,7 +128,7 @@ class Subscriber:
         uuid = None if device is None else device_images.uuid_of(device)
         wanted: Wanted | None = None
         if weights is not None or slices is not None:
-            if uuid is not None:
+            if uuid is not None:  # pragma: gpu
                 raise UsageError("`device` cannot be combined with `weights` or `slices`")
             tensors = {} if weights is None else tensors_of(weights)
             wanted = planning.wanted(tensors, names, slices)
