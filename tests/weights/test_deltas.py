@@ -130,7 +130,7 @@ def test_every_tensor_is_restored_to_the_bit() -> None:
         assert Layout.of(new) == layout
         before, after = image_of(layout, old), image_of(layout, new)
         out = torch.full_like(before, 170)
-        for part in deltas.encode(before, after, layout.sections):
+        for part in deltas.encode(deltas.compare(before, after, layout.sections)):
             deltas.apply(part, before, out)
         assert torch.equal(out, after)
         for name, restored in layout.tensors(out).items():
@@ -153,7 +153,7 @@ def test_all_ways_to_code_a_chunk(width: int, share: float, largest: int) -> Non
     before = torch.from_numpy(old.view(np.uint8))
     after = torch.from_numpy(new.view(np.uint8))
     sections = [Section(0, before.numel(), width)]
-    parts = list(deltas.encode(before, after, sections))
+    parts = list(deltas.encode(deltas.compare(before, after, sections)))
     out = before.clone()
     for part in parts:
         deltas.apply(part, out, out)  # in place
@@ -169,7 +169,7 @@ def test_parts_cover_images_of_many_chunks() -> None:
     old = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
     new = torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
     sections = [Section(0, 2 * deltas.CHUNK + 64, 4), Section(2 * deltas.CHUNK + 64, size, 2)]
-    parts = list(deltas.encode(old, new, sections))
+    parts = list(deltas.encode(deltas.compare(old, new, sections)))
     assert len(parts) > 3
     out = torch.empty_like(old)
     for part in reversed(parts):  # they do not depend on each other
@@ -188,7 +188,7 @@ def test_few_small_changes_of_bfloat16_become_one_hundredth() -> None:
     hit = rng.random(old.size) < 0.01
     new = old + np.where(hit, rng.choice([1, -1], old.size), 0).astype(np.uint16)
     before, after = (torch.from_numpy(each.view(np.uint8)) for each in (old, new))
-    parts = list(deltas.encode(before, after, [Section(0, before.numel(), 2)]))
+    parts = list(deltas.encode(deltas.compare(before, after, [Section(0, before.numel(), 2)])))
     assert sum(part.nbytes for part in parts) < before.numel() / 150
 
 
@@ -196,7 +196,7 @@ def test_another_base_is_noticed() -> None:
     old = torch.arange(256, dtype=torch.uint8)
     new = old.clone()
     new[17] = 3
-    (part,) = deltas.encode(old, new, [Section(0, 256, 1)])
+    (part,) = deltas.encode(deltas.compare(old, new, [Section(0, 256, 1)]))
     wrong = old.clone()
     wrong[200] = 1
     with pytest.raises(ProtocolError, match="checksum"):
@@ -208,7 +208,7 @@ def test_damaged_parts_raise_an_error() -> None:
     values = rng.integers(0, 256, 4096, dtype=np.uint8)
     old = torch.from_numpy(values)
     new = torch.from_numpy(changed_bytes(rng, values, 0.05, 3))
-    (part,) = deltas.encode(old, new, [Section(0, 4096, 2)])
+    (part,) = deltas.encode(deltas.compare(old, new, [Section(0, 4096, 2)]))
 
     @settings(max_examples=300, deadline=None)
     @given(st.integers(0, 2**31), st.integers(1, 255), st.booleans())
@@ -258,7 +258,7 @@ def test_every_byte_counts_for_the_checksum() -> None:
     sections = [Section(0, 8256, 2)]
     old = torch.zeros(8256, dtype=torch.uint8)
     old[0] = 1
-    (unchanged,) = deltas.encode(old, old, sections)
+    (unchanged,) = deltas.encode(deltas.compare(old, old, sections))
     damaged = [old.clone() for _ in range(5)]
     for image, place in zip(damaged, (0, 5000, 8191, 8255), strict=False):
         image[place] += 1
@@ -289,6 +289,13 @@ def test_large_numbers_are_packed_beside_small_ones() -> None:
         assert packed.body.size <= count * width + 8 * width
 
     check()
+
+
+@pytest.mark.parametrize("size", [0, 7, 64, 4096, 65_544, 524_288])
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.002, 0.01, 0.05, 0.2, 1.0])
+def test_positions_of_any_share_are_found(size: int, share: float) -> None:
+    is_set = np.random.default_rng(size).random(size) < share
+    assert integers.positions_of(is_set).tolist() == np.flatnonzero(is_set).tolist()
 
 
 def test_tied_tensors_are_stored_once() -> None:

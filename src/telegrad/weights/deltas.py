@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ from telegrad.weights import integers
 from telegrad.weights.integers import Bytes, Integers, Positions
 
 CHUNK = 1 << 20  # bytes of the image that are compared at a time
-BLOCK = 16 << 20  # bytes of the image that are coded together at most
+BLOCK = 4 << 20  # bytes of the image that are coded together at most
 PART = 1 << 16  # bytes of payload from which on a part is complete; a part is the unit of transfer
 SNAPSHOT_PART = 4 << 20  # bytes of the image in one part of a snapshot
 
@@ -75,31 +75,52 @@ class Part(NamedTuple):
         return len(self.table) + self.payload.numel()
 
 
+class Block(NamedTuple):
+    """Consecutive chunks of two images that have been compared."""
+
+    section: Section
+    old: Integers
+    new: Integers
+    positions: Positions  # of the changed elements, ascending
+    # If few elements changed: their new values. Otherwise: which of the last chunk changed.
+    sparse_values: Integers | None
+    is_changed: npt.NDArray[np.bool_] | None
+
+    @property
+    def values(self) -> Integers:
+        """The new values of the changed elements."""
+        return self.new.take(self.positions) if self.sparse_values is None else self.sparse_values
+
+
 class Log(Protocol):
     """Is told what changes."""
 
     def add(self, section: Section, positions: Positions, values: Integers) -> None:
         """Note the new values of elements of a section of the image, at ascending positions."""
 
-    def add_all(self) -> None:
-        """Note that most elements of a section have changed."""
+    def add_all(self, section: Section, values: Integers) -> None:
+        """Note the new values of all elements of a section of the image."""
 
 
-def encode(
-    old: Tensor, new: Tensor, sections: Sequence[Section], log: Log | None = None
-) -> Iterator[Part]:
-    """Return the parts of the delta that turns the image `old` into `new`."""
+def compare(old: Tensor, new: Tensor, sections: Sequence[Section]) -> Iterator[Block]:
+    """Return what differs between two images."""
     before, after = _bytes_of(old), _bytes_of(new)
-    builder = _PartBuilder()
     for section in sections:
         start = section.start
         while start < section.stop:
             limit = section._replace(start=start, stop=min(start + BLOCK, section.stop))
-            block = _compare(before, after, limit)
+            block = _compare_block(before, after, limit)
             start = block.section.stop
-            builder.add(*_encode_block(block, before, after, log))
-            if builder.nbytes >= PART:
-                yield builder.take()
+            yield block
+
+
+def encode(blocks: Iterable[Block]) -> Iterator[Part]:
+    """Return the parts of the delta that turns the old image of blocks into the new one."""
+    builder = _PartBuilder()
+    for block in blocks:
+        builder.add(*_encode_block(block))
+        if builder.nbytes >= PART:
+            yield builder.take()
     if builder.has_blocks:
         yield builder.take()
 
@@ -147,15 +168,6 @@ def apply(part: Part, old: Tensor, out: Tensor, log: Log | None = None) -> None:
         raise ProtocolError(f"a delta of weights cannot be applied: {error}") from error
 
 
-class _Block(NamedTuple):
-    """Chunks that have been compared."""
-
-    section: Section
-    positions: Positions  # of the changed elements, from the start of the block
-    is_changed: npt.NDArray[np.bool_]  # of each element of the last chunk
-    checksum: int
-
-
 class _Coded(NamedTuple):
     """One block: its kind, its body, and what the record says of them."""
 
@@ -193,22 +205,31 @@ class _PartBuilder:
         return part
 
 
-def _compare(old: Bytes, new: Bytes, limit: Section) -> _Block:
+def _compare_block(old: Bytes, new: Bytes, limit: Section) -> Block:
     """Compare chunks until a block has enough changes that it is coded alone."""
+    kind = f"<u{limit.width}"
     found: list[Positions] = []
-    count = checksum = 0
+    values: list[Integers] | None = []
+    count = 0
     stop = limit.start
-    while stop < limit.stop and not _is_dense(count, CHUNK // limit.width):
+    while stop < limit.stop and values is not None:
         start, stop = stop, min(stop + CHUNK, limit.stop)
-        chunk = new[start:stop]
-        is_changed = old[start:stop].view(f"<u{limit.width}") != chunk.view(f"<u{limit.width}")
-        positions = np.flatnonzero(is_changed)
-        positions += (start - limit.start) // limit.width
+        chunk = new[start:stop].view(kind)
+        is_changed = old[start:stop].view(kind) != chunk
+        positions = integers.positions_of(is_changed)
         count += positions.size
+        if _is_dense(count, CHUNK // limit.width):
+            values = None
+        else:
+            values.append(chunk.take(positions))  # while it is in the cache
+        positions += (start - limit.start) // limit.width
         found.append(positions)
-        checksum = _checksum(chunk, checksum)
-    positions = np.concatenate(found) if len(found) > 1 else found[0]
-    return _Block(limit._replace(stop=stop), positions, is_changed, checksum)
+    section = limit._replace(stop=stop)
+    before, after = (each[section.start : stop].view(kind) for each in (old, new))
+    positions = found[0] if len(found) == 1 else np.concatenate(found)
+    if values is None:
+        return Block(section, before, after, positions, None, is_changed)
+    return Block(section, before, after, positions, np.concatenate(values), None)
 
 
 def _is_dense(changed: int, elements: int) -> bool:
@@ -216,47 +237,41 @@ def _is_dense(changed: int, elements: int) -> bool:
     return changed * 8 > elements
 
 
-def _encode_block(block: _Block, old: Bytes, new: Bytes, log: Log | None) -> tuple[bytes, _Coded]:
-    start, stop, width = block.section
-    before, raw = old[start:stop], new[start:stop]
-    coded = _encode_changes(block, before.view(f"<u{width}"), raw.view(f"<u{width}"), log)
+def _encode_block(block: Block) -> tuple[bytes, _Coded]:
+    coded = _encode_changes(block)
+    raw = block.new.view(np.uint8)
     if coded.body.size >= raw.size:
         coded = _Coded(_RAW, raw.copy(), coded.changed)
     record = _RECORD.pack(
         coded.kind,
-        width,
+        block.section.width,
         coded.bits,
         coded.places,
         coded.large,
         coded.changed,
-        start,
+        block.section.start,
         raw.size,
         coded.body.size,
-        block.checksum,
+        _checksum(raw),
     )
     return record, coded
 
 
-def _encode_changes(block: _Block, old: Integers, new: Integers, log: Log | None) -> _Coded:
+def _encode_changes(block: Block) -> _Coded:
     positions = block.positions
     count = positions.size
     if not count:
         return _Coded(_SAME, np.empty(0, np.uint8))
-    if _is_dense(count, new.size):
+    if _is_dense(count, block.new.size):
         is_changed = block.is_changed
-        if is_changed.size < new.size:
-            is_changed = np.zeros(new.size, bool)
+        if is_changed is None or is_changed.size < block.new.size:
+            is_changed = np.zeros(block.new.size, bool)
             is_changed[positions] = True
         kind, places = _BITS, np.packbits(is_changed)
-        differences = (new - old).take(positions)
-        if log is not None:
-            log.add_all()
+        differences = (block.new - block.old).take(positions)
     else:
         kind, places = _GAPS, integers.encode_gaps(positions)
-        values = new.take(positions)
-        differences = values - old.take(positions)
-        if log is not None:
-            log.add(block.section, positions, values)
+        differences = block.values - block.old.take(positions)
     packed = integers.pack(_zigzag(differences))
     body = np.concatenate([places, packed.body])
     return _Coded(kind, body, count, packed.bits, places.size, packed.large)
@@ -268,7 +283,7 @@ def _decode_block(coded: _Coded, out: Bytes, section: Section, log: Log | None) 
     if kind == _RAW:
         out[:] = body
         if log is not None:
-            log.add_all()
+            log.add_all(section, out.view(f"<u{section.width}"))
         return
     if kind == _SAME:
         return
@@ -276,7 +291,8 @@ def _decode_block(coded: _Coded, out: Bytes, section: Section, log: Log | None) 
     if kind == _GAPS:
         positions = integers.decode_gaps(body[:places])
     elif kind == _BITS:
-        positions = np.flatnonzero(np.unpackbits(body[:places], count=elements.size).view(bool))
+        is_changed = np.unpackbits(body[:places], count=elements.size)
+        positions = np.flatnonzero(is_changed.view(bool))
     else:
         raise ValueError(f"the kind of a block is {kind}")
     if positions.size != count or (count and positions[-1] >= elements.size):
@@ -286,10 +302,7 @@ def _decode_block(coded: _Coded, out: Bytes, section: Section, log: Log | None) 
     values += _unzigzag(integers.unpack(packed, count, section.width))
     elements[positions] = values  # positions are distinct
     if log is not None:
-        if kind == _GAPS:
-            log.add(section, positions, values)
-        else:
-            log.add_all()
+        log.add(section, positions, values)
 
 
 def _checksum(data: Bytes, before: int = 0) -> int:

@@ -313,7 +313,8 @@ class Publisher:
         """Add the parts of a delta to its stream. Return the number of changed elements."""
         changed, failure = 0, "the publisher could not make this delta"
         try:
-            for part in deltas.encode(base.contents, image.contents, store.layout.sections):
+            blocks = deltas.compare(base.contents, image.contents, store.layout.sections)
+            for part in deltas.encode(blocks):
                 stream.append(part)
                 changed += part.changed
             failure = ""
