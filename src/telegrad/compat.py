@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import multiprocessing.forkserver
 import multiprocessing.spawn
 import sys
 import threading
@@ -157,6 +158,12 @@ class _Redirection:
 
         spawn.get_preparation_data = get_preparation_data
         self.undo.append(lambda: setattr(spawn, "get_preparation_data", prepare))
+        # From Python 3.14 on, the fork server itself imports the program, without preparation data.
+        # Each of its children does so instead, after `install`.
+        fork_server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+        preloaded = fork_server._preload_modules
+        fork_server._preload_modules = [name for name in preloaded if name != "__main__"]
+        self.undo.append(lambda: setattr(fork_server, "_preload_modules", preloaded))
 
 
 class _InstallInChild:
