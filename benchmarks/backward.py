@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, results
 from benchmarks.group import free_port
 from benchmarks.processes import die_with_parent, import_path
-from benchmarks.worlds import forkserver, resume, running, stop
+from benchmarks.worlds import forkserver, running, stop
 
 WIDTH, BATCH = 64, 8
 WORKERS = 4  # including the caller
@@ -188,9 +189,9 @@ class World:
         return times
 
     def close(self) -> None:
-        resume(self._processes)
-        self._pipe.send(None)
+        """End the processes. A graceful shutdown would measure nothing more."""
         for process in self._processes:
+            process.kill()
             process.join()
 
 
@@ -199,25 +200,25 @@ def work(entry: str, rank: int, size: int, port: int, pipe: Connection | None) -
     die_with_parent()
     torch.manual_seed(rank)
     torch.set_num_threads(1)
-    rpc = PACKAGES[entry][0] if entry in PACKAGES else None
-    if rpc is not None:
+    if entry in PACKAGES:
+        rpc = PACKAGES[entry][0]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
-    if pipe is not None:
-        pipe.send("ready")
-        while (command := pipe.recv()) is not None:
-            case, passes, seconds = command
-            times: list[tuple[float, float]] = []
-            end = time.perf_counter() + seconds
-            while len(times) < passes or time.perf_counter() < end:
-                times.append(timed(case, entry))
-            pipe.send(times)
-    if rpc is not None:
-        rpc.shutdown()
+    if pipe is None:
+        signal.pause()  # serve calls until the parent ends this process
+        return
+    pipe.send("ready")
+    while True:
+        case, passes, seconds = pipe.recv()
+        times: list[tuple[float, float]] = []
+        end = time.perf_counter() + seconds
+        while len(times) < passes or time.perf_counter() < end:
+            times.append(timed(case, entry))
+        pipe.send(times)
 
 
 def measure(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
-    """Add the times of every pass for each case and entry."""
+    """Add the median times of every round for each case and entry."""
     worlds = {entry: World(entry) for entry in ENTRIES}
     for case in options.cases:
         found: dict[str, list[tuple[float, float]]] = {entry: [] for entry in ENTRIES}
@@ -225,9 +226,11 @@ def measure(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
             world.run(case, 2, options.seconds)  # connect, and warm up
         for _ in range(options.rounds):
             for entry, world in worlds.items():
-                found[entry] += world.run(case, 2, options.seconds)[1:]
-        for entry, times in found.items():
-            backward, whole = zip(*times, strict=True)
+                times = world.run(case, 2, options.seconds)[1:]
+                backward, whole = map(statistics.median, zip(*times, strict=True))
+                found[entry].append((backward, whole))
+        for entry, medians in found.items():
+            backward, whole = zip(*medians, strict=True)
             lines.append(
                 {"kind": "result", "case": case, "entry": entry, "rounds": backward, "whole": whole}
             )
