@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 import socket
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError
-from telegrad.transport import records
+from telegrad.transport import records, tcp
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.records import MacRecords, RecordError, TlsRecords
 from telegrad.transport.tcp import TcpChannel
@@ -88,58 +89,104 @@ def test_frames_that_were_queued_during_an_interruption_arrive(link: Link) -> No
     assert bytes(link.near.recv(LATE).body) == b"answer"
 
 
+def in_background(function: Callable[..., object], *args: object) -> Future[object]:
+    """Run a function on a thread; return a future for its result."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def test_every_frame_arrives_once_and_in_order_whatever_is_cut(link: Link) -> None:
-    """Two senders in each direction, cuts at random moments, frames of all sizes."""
+    """A sender in each direction, many cuts, frames of all sizes."""
     generator = random.Random(7)
     sizes = [generator.choice([0, 10, 3_000, 100_000, 400_000]) for _ in range(300)]
-    stop = threading.Event()
+    all_arrived = threading.Event()
 
     def send(channel: TcpChannel) -> None:
         for number, size in enumerate(sizes):
             buffers = [memoryview(bytes([number % 251]) * size)] if size > 50 else []
             channel.send(Kind.CALL, number, b"x" * min(size, 50), buffers)
+        while not all_arrived.wait(0.001):
+            channel.flush_nowait()  # as an event loop would do
 
-    def receive(channel: TcpChannel) -> list[int]:
+    def receive(channel: TcpChannel, cuts: bool) -> list[int]:
         numbers = []
         for _ in sizes:
             frame = channel.recv(LATE)
             for buffer in frame.buffers:
                 assert bytes(buffer) == bytes([frame.call_id % 251]) * len(buffer)
             numbers.append(frame.call_id)
+            if cuts and frame.call_id % 10 == 5:
+                generator.choice([link.near, link.far]).interrupt(ConnectionResetError("cut"))
         return numbers
 
-    def cut() -> None:
-        while not stop.wait(generator.random() * 0.02):
-            generator.choice([link.near, link.far]).interrupt(ConnectionResetError("cut"))
-
-    tasks: list[Future[object]] = []
-
-    def start(function: Callable[..., object], *args: object) -> Future[object]:
-        future: Future[object] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        tasks.append(future)
-        return future
-
-    start(send, link.near)
-    start(send, link.far)
-    received = [start(receive, link.near), start(receive, link.far)]
-    cutting = start(cut)
+    sent = [in_background(send, channel) for channel in (link.near, link.far)]
+    received = [in_background(receive, link.near, True), in_background(receive, link.far, False)]
     try:
         for each in received:
             assert each.result(LATE * 3) == list(range(len(sizes)))
     finally:
-        stop.set()
-    cutting.result(LATE)
-    for task in tasks:
-        task.result(LATE)
+        all_arrived.set()
+    for each in sent:
+        each.result(LATE)
     assert link.resumptions > 3
+
+
+def test_frames_are_sent_while_others_are_acknowledged(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that receives removes frames from the queue to which the other one appends."""
+    monkeypatch.setattr(tcp, "_FRAMES_PER_ACKNOWLEDGEMENT", 1)
+    count = 10_000
+
+    def send() -> None:
+        for number in range(count):
+            link.near.send(Kind.CALL, number, b"")
+        link.near.send(Kind.LEAVE, 0, b"")
+
+    def receive() -> list[int]:
+        numbers = []
+        while (frame := link.far.recv(LATE)).kind != Kind.LEAVE:
+            numbers.append(frame.call_id)
+        link.far.send(Kind.REPLY, 0, b"")
+        return numbers
+
+    sent, received = in_background(send), in_background(receive)
+    assert link.near.recv(LATE * 3).kind == Kind.REPLY
+    sent.result(LATE)
+    assert received.result(LATE) == list(range(count))
+
+
+def test_a_frame_that_is_sent_during_an_acknowledgement_is_counted(link: Link) -> None:
+    class Unacknowledged(collections.deque[bytes]):
+        pop_count = 0
+
+        def popleft(self) -> bytes:
+            frame = super().popleft()
+            self.pop_count += 1
+            if self.pop_count == 1:
+                link.near.send(Kind.CALL, 3, b"")  # what another thread may do at this moment
+            return frame
+
+    link.near._unacknowledged = Unacknowledged()
+    for number in range(3):
+        link.near.send(Kind.CALL, number, b"")
+    assert [link.far.recv(LATE).call_id for _ in range(3)] == [0, 1, 2]
+    link.far.try_send(Kind.HEARTBEAT)
+    link.far.send(Kind.REPLY, 0, b"")
+    assert link.near.recv(LATE).kind == Kind.REPLY
+    assert link.near._unacknowledged.pop_count == 3
+    assert link.far.recv(LATE).call_id == 3
+    link.cut()  # the peer has received four frames, so as many were sent
+    link.near.send(Kind.CALL, 4, b"")
+    assert link.far.recv(LATE).call_id == 4
 
 
 def test_keys_are_changed_by_another_connection(

@@ -378,6 +378,7 @@ class TcpChannel(TcpSender):
                     while self._acknowledged < peer_received:
                         self._queue.popleft()
                         self._acknowledged += 1
+                    self._taken = self._acknowledged
                     self._unsent = self._partial = memoryview(b"")
                     self._aborted = False
                     self._decoder = self._new_decoder()

@@ -9,7 +9,7 @@ State:
   resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`. `_changed`
   is its condition.
 - `_send_lock` guards `_unsent` (encoded bytes that the socket did not take yet), `_partial` (the
-  rest of a large frame) and taking frames from `_queue` (not sent yet).
+  rest of a large frame), `_taken`, `_sent` and taking frames from `_queue` (not sent yet).
 - `_received`, `_acknowledged` and taking frames from `_unacknowledged` (sent, but perhaps not
   received) belong to the receiving side.
 
@@ -75,6 +75,7 @@ class TcpSender(SocketChannel):
         self._interruption: BaseException | None = None  # one that was not announced
         self._received = 0  # frames of the peer
         self._acknowledged = 0  # our frames that the peer has received
+        self._taken = 0  # our frames up to the last one of `_unacknowledged`
         self._sent = 0  # our frames that were sent at least once
         self._told = 0  # the value of `_received` that was sent last
 
@@ -161,7 +162,7 @@ class TcpSender(SocketChannel):
                 state = self._state
                 if state is CLOSED:
                     raise ChannelClosed(self._error)
-                queued = sum(map(len, list(self._queue))) + len(self._partial) + len(self._unsent)
+                queued = sum(map(len, self._queue.copy())) + len(self._partial) + len(self._unsent)
                 limit = _MAX_QUEUED if state is OPEN else _MAX_QUEUED_INTERRUPTED
                 if queued <= limit and (state is not OPEN or self.on_send_blocked is not None):
                     if self.on_send_blocked is not None and state is OPEN:
@@ -242,14 +243,12 @@ class TcpSender(SocketChannel):
             self._acknowledge = False
             self._told = self._received
             frames.append(_pack(0, self._told, 0, 0, 0, _HEARTBEAT, 0, 0))
-        while size < _BATCH:
-            try:
-                # one C call: the frame is never in neither queue
-                self._unacknowledged.extend(map(_popleft, (self._queue,)))
-            except IndexError:
-                break
-            frame = self._unacknowledged[-1]
-            self._sent = max(self._sent, self._acknowledged + len(self._unacknowledged))
+        while size < _BATCH and self._queue:
+            frame = self._queue[0]  # read here: the receiver removes from `_unacknowledged`
+            # one C call: the frame is never in neither queue
+            self._unacknowledged.extend(map(_popleft, (self._queue,)))
+            self._taken += 1
+            self._sent = max(self._sent, self._taken)
             if len(frame) > _BATCH:
                 self._partial = memoryview(frame)
                 break
