@@ -16,6 +16,7 @@ import telegrad.rpc as rpc
 from telegrad import Agent, Config
 from telegrad.current import process_state
 from telegrad.errors import CallTimeout, GroupBroken, JoinError, PeerLost, UsageError
+from telegrad.group import store_connection
 from telegrad.rpc import api, backend_registry, constants, device_maps
 from telegrad.rpc.device_maps import DeclaredDevices
 from telegrad.rpc.internal import (
@@ -147,6 +148,21 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = options(f"tcp://127.0.0.1:{free_port()}", config=hasty)
     with pytest.raises(JoinError, match=r"did not answer within 0\.2 s .* check MASTER_ADDR"):
         rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=nowhere)
+    assert not api._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env"])
+def test_a_process_that_is_no_store(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts the connection and says nothing, as a frozen host of a store does."""
+    monkeypatch.setattr(store_connection, "_GRACE", 0.1)
+    hasty = Config(secret=SECRET, join_timeout=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        url = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else "env://"
+        with pytest.raises(JoinError, match=r"0\.2 s \(a process accepts connections there, but"):
+            rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=options(url, config=hasty))
     assert not api._is_current_rpc_agent_set()
 
 

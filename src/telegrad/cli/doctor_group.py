@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -12,6 +11,7 @@ from telegrad.errors import ProtocolError
 from telegrad.group.endpoint import PROBE, LocalEndpoint
 from telegrad.group.membership import Member, read_members
 from telegrad.group.network_check import describe_failure, tcp_addresses, version_problems
+from telegrad.group.rendezvous import connect_store
 from telegrad.wire.handshake import Incarnation
 
 _PREFIX = "telegrad_0"  # of the first group that a process makes with `init_rpc`
@@ -29,9 +29,7 @@ def check_group(
     host: str, port: int, config: Config, key: bytes, timeout: float
 ) -> tuple[int, list[str]]:
     """Return the number of workers in a store, and the problems with them. Write nothing."""
-    store = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    store = connect_store(host, port, timeout)
     group, members = read_members(dist.PrefixStore(_PREFIX, store), key)
     problems = version_problems(members)
     endpoint = LocalEndpoint(visitor := _Visitor(group), config, key)

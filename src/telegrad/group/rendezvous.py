@@ -7,7 +7,9 @@ workers must join their groups in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,6 +17,9 @@ from telegrad.cluster import Placement, slurm
 from telegrad.current import process_state
 from telegrad.errors import JoinError, UsageError
 from telegrad.group.signed_store import Store
+from telegrad.group.store_connection import open_within
+
+T = TypeVar("T")
 
 # "environment variable RANK expected" are torch's words.
 _NO_RENDEZVOUS = (
@@ -35,27 +40,35 @@ def open_store(place: Placement, timeout: float) -> Store:
         raise UsageError(_NO_RENDEZVOUS + slurm.advice_outside_step())
     if place.rank is None and not rendezvous.hosted:
         raise UsageError("the rank of this worker is unknown: pass rank=, or set RANK")
-    try:
-        store = dist.TCPStore(
-            rendezvous.host,
-            rendezvous.port,
-            is_master=place.rank == 0 and not rendezvous.hosted,
-            wait_for_workers=False,
-            multi_tenant=True,  # a process group may use the same address
-            timeout=timedelta(seconds=timeout),
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise no_answer(timeout, error) from error
+    store = connect_store(
+        rendezvous.host,
+        rendezvous.port,
+        timeout,
+        is_master=place.rank == 0 and not rendezvous.hosted,
+        multi_tenant=True,  # a process group may use the same address
+    )
     return dist.PrefixStore(rendezvous.prefix, store) if rendezvous.prefix else store
 
 
-def no_answer(timeout: float, error: Exception) -> JoinError:
-    """Return the error of a store that cannot be reached."""
-    return JoinError(
-        f"the store of the group did not answer within {timeout} s ({error}). The worker with "
-        "rank 0 hosts it: start that one, check MASTER_ADDR and MASTER_PORT, or raise "
-        "Config.join_timeout"
+def connect_store(host: str, port: int, timeout: float, **options: bool) -> dist.TCPStore:
+    """Return a TCP store. Raise `JoinError` if it does not answer in time."""
+    limit = timedelta(seconds=timeout)
+    return ask_store(
+        timeout,
+        lambda: dist.TCPStore(host, port, wait_for_workers=False, timeout=limit, **options),
     )
+
+
+def ask_store(timeout: float, connect: Callable[[], T]) -> T:
+    """Return what `connect` returns. Raise `JoinError` if its store does not answer in time."""
+    try:
+        return open_within(timeout, connect)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        raise JoinError(
+            f"the store of the group did not answer within {timeout} s ({error}). The worker with "
+            "rank 0 hosts it: start that one, check MASTER_ADDR and MASTER_PORT, or raise "
+            "Config.join_timeout"
+        ) from error
 
 
 def next_group(store: Store) -> Store:

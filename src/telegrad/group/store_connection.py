@@ -1,4 +1,5 @@
-"""`StoreConnection`: notice that the process that hosts a TCP store has ended, before asking it.
+"""`open_within`: give up a store that does not answer. `StoreConnection`: notice that the process
+that hosts a TCP store has ended, before asking it.
 
 If the host of a `TCPStore` has ended, torch writes a page of C++ frames for each request to it. So
 the connection of the store is looked at first: torch does not show its socket, so it is found among
@@ -13,12 +14,40 @@ import os
 import select
 import socket
 import stat
+import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 from telegrad.errors import JoinError
 
+T = TypeVar("T")
+
 _DESCRIPTORS = "/proc/self/fd"
+_GRACE = 2.0  # seconds; torch notices most failures within its own timeout, and describes them
+
+
+def open_within(seconds: float, connect: Callable[[], T]) -> T:
+    """Return what `connect` returns: a store. Raise `TimeoutError` if that takes too long.
+
+    The timeout of a `TCPStore` does not apply once a process has accepted the connection: if that
+    process is frozen, or is no store, torch waits forever and cannot be interrupted. So a thread
+    waits for torch, and is left alone if it is late.
+    """
+    opened: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            opened.set_result(connect())
+        except BaseException as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=run, name="telegrad-open-store", daemon=True).start()
+    wait([opened], seconds + _GRACE)
+    if not opened.done():
+        raise TimeoutError("a process accepts connections there, but does not answer")
+    return opened.result()
 
 
 class StoreConnection:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from telegrad.agent import Agent, current_agent
 from telegrad.config import Config
 from telegrad.errors import UsageError
-from telegrad.group.rendezvous import no_answer
+from telegrad.group.rendezvous import connect_store
 
 
 class Membership:
@@ -69,13 +68,7 @@ class Membership:
             )
         config = Config.from_environment()
         host, port = _parse(self.store)
-        limit = timedelta(seconds=config.join_timeout)
-        try:
-            store = self._hosted or dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=limit
-            )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise no_answer(config.join_timeout, error) from error
+        store = self._hosted or connect_store(host, port, config.join_timeout)
         agent = Agent(name, store=dist.PrefixStore("telegrad", store), config=config)
         agent.open()
         self._own = agent

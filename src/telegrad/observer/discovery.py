@@ -16,6 +16,7 @@ from typing import Any
 from telegrad.config import Config
 from telegrad.errors import JoinError, UsageError
 from telegrad.group.membership import read_members
+from telegrad.group.store_connection import open_within
 from telegrad.observer.connection import Credentials, NoAnswer, WorkerConnection
 from telegrad.observer.group import Group, ObservedWorker
 
@@ -131,8 +132,12 @@ def _open_store(dist: Any, rendezvous: str, timeout: float) -> Any:
     if not host or not port.isdigit():
         raise UsageError(f"{rendezvous!r} is not host:port of a TCP store")
     limit = timedelta(seconds=timeout)
-    try:
+
+    def connect() -> Any:
         return dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+
+    try:
+        return open_within(timeout, connect)
     except (RuntimeError, TimeoutError) as error:
         raise JoinError(
             f"no store answers at {rendezvous} within {timeout:g} s. The worker with rank 0 hosts "

@@ -26,7 +26,7 @@ from telegrad.current import process_state
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
-from telegrad.group.rendezvous import next_group, no_answer, open_store
+from telegrad.group.rendezvous import ask_store, next_group, open_store
 from telegrad.refs import RRef
 from telegrad.refs.manager import ReferenceManager
 from telegrad.rpc import backend_registry, device_maps
@@ -132,10 +132,8 @@ def _rendezvous(url: str, rank: int, world_size: int | None, timeout: float) -> 
     url += f"{'&' if '?' in url else '?'}world_size={size}"
     if rank >= 0:
         url += f"&rank={rank}"
-    try:
-        store, rank, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise no_answer(timeout, error) from error
+    limit = timedelta(seconds=timeout)
+    store, rank, _ = ask_store(timeout, lambda: next(dist.rendezvous(url, timeout=limit)))
     return store, rank
 
 
