@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ import torch.distributed as dist
 
 from telegrad.cli import doctor, doctor_link, main
 from telegrad.config import Config
+from telegrad.group import store_connection
 from telegrad.group.secret import group_key, key_file
 from telegrad.testing.cluster import _SECRET, LocalCluster
+from telegrad.transport import sockets, tls
+from telegrad.wire import handshake
 from tests.local.gates import PATIENCE
 
 KEY = "0123456789abcdef" * 4
@@ -95,6 +100,21 @@ def test_addresses(run: Doctor) -> None:
     assert "loopback" in run(advertise="localhost")["address"]["text"]
 
 
+def test_the_advertised_address_is_tried(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "is_loopback", lambda host: False)
+    every = run(listen="0.0.0.0")["address"]
+    assert every["status"] == "ok"
+    assert socket.gethostname() in every["text"]
+    # a worker of this host listens on another address of the interface
+    elsewhere = run(listen="127.0.0.2", advertise="127.0.0.1")["address"]
+    assert elsewhere["status"] == "problem"
+    assert "nothing listens there" in elsewhere["text"]
+    monkeypatch.setattr(doctor, "interfaces", dict)
+    public = run()["address"]
+    assert public["status"] == "note"
+    assert "telegrad doctor --listen" in public["advice"]
+
+
 def test_few_descriptors_are_a_problem(run: Doctor) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -104,6 +124,70 @@ def test_few_descriptors_are_a_problem(run: Doctor) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert findings[0][1:3] == ("problem", "1000 open files")
     assert "ulimit -n" in findings[0].advice
+
+
+def test_few_threads_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"/sys/fs/cgroup/pids.max": 50}
+    monkeypatch.setattr(doctor, "_number", limits.get)
+    threads = list(doctor._check_limits())[1]
+    assert threads[1:3] == ("problem", "50 threads")
+    assert "pids limit of the cgroup" in threads.advice
+
+
+@pytest.mark.parametrize(("limit", "status"), [(64 << 10, "note"), (-1, "ok")])
+def test_locked_memory(limit: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    locked = list(doctor._check_limits())[2]
+    assert locked.status == status
+    assert locked.text == f"{'unlimited' if limit < 0 else limit} bytes of locked memory"
+
+
+@pytest.mark.parametrize(
+    ("available", "status"),
+    [
+        (doctor._MIN_SHARED_MEMORY - 1, "problem"),
+        (doctor._MIN_SHARED_MEMORY, "note"),
+        (2 * doctor._MIN_SHARED_MEMORY, "ok"),
+    ],
+)
+def test_the_memory_of_the_container(
+    run: Doctor, available: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = {"/sys/fs/cgroup/memory.max": available + 5, "/sys/fs/cgroup/memory.current": 5}
+    monkeypatch.setattr(doctor, "_number", used.get)
+    found = run(shared_memory_limit=str(2 * doctor._MIN_SHARED_MEMORY))["shared memory"]
+    assert found["status"] == status
+    assert f"{available / 1e9:.1f} GB are available" in found["text"]
+
+
+def test_what_the_system_does_not_allow_is_a_problem(
+    run: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    found = run()
+    assert "no memfd" in found["shared memory"]["text"]
+    assert found["unix sockets"]["advice"] == "allow abstract unix sockets"
+
+
+def test_missing_packages_are_a_problem(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = metadata.version
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tls, "HAS_PSK", False)
+    assert run()["tls"]["advice"] == "pip install cryptography"
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    config = Config(secret=KEY)
+    missing, *_ = doctor._check_versions(config, group_key(KEY))
+    assert missing[1:] == ("problem", "torch is not installed", "pip install torch")
 
 
 def test_tls_off_is_noted(run: Doctor) -> None:
@@ -205,6 +289,70 @@ def test_listening_ends_after_one_doctor(
     assert found["versions there"]["status"] == "ok"
 
 
+def test_an_address_in_use_is_a_problem(run: Doctor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        address = f"127.0.0.1:{used.getsockname()[1]}"
+        found = run("--listen", address)["listening"]
+    assert address in found["text"]
+    assert "--listen HOST:PORT" in found["advice"]
+
+
+def test_listening_goes_on_until_ctrl_c(run: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = iter(["another secret of a group", "a third secret of a group"])
+    measuring: list[Future[doctor_link.Link]] = []
+    serve_one = doctor_link.serve_one
+
+    def serve(listening: socket.socket, *arguments: Any) -> dict[str, Any]:
+        secret = next(secrets, None)
+        if secret is None:
+            raise KeyboardInterrupt
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        config = Config(secret=secret)
+        measuring.append(
+            pool.submit(doctor_link.measure, address, config, group_key(config.secret))
+        )
+        return serve_one(listening, *arguments)
+
+    monkeypatch.setattr(doctor_link, "serve_one", serve)
+    with ThreadPoolExecutor(1) as pool:
+        found = run("--listen", "127.0.0.1:0", tls="off")
+        assert len(measuring) == 2
+        assert all(isinstance(each.exception(PATIENCE), Exception) for each in measuring)
+    assert found["connection"]["status"] == "problem"
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        ((99, 1), "a request of kind 99"),
+        ((doctor_link._DOWNLOAD, doctor_link._MAX_BYTES + 1), "a request for"),
+        (None, "the other doctor closed the connection"),
+    ],
+)
+def test_a_doctor_that_misbehaves_is_a_problem(
+    request_: tuple[int, int] | None, problem: str
+) -> None:
+    config, key = Config(secret=KEY, tls="off"), group_key(KEY)
+    with doctor_link.listen("127.0.0.1:0") as listening, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(lambda: list(doctor._serve(listening, config, key)))
+        sock = socket.create_connection(listening.getsockname())
+        connection = sockets.authenticate(
+            sock,
+            tls.TlsContexts(config, key),
+            lambda binding: handshake.client(key, doctor_link._introduction(config, key), binding),
+            server_side=False,
+            timeout=PATIENCE,
+        )
+        with connection.sock:
+            if request_ is not None:
+                connection.sock.sendall(doctor_link._REQUEST.pack(*request_))
+            else:
+                connection.sock.shutdown(socket.SHUT_WR)
+            (finding,) = served.result(PATIENCE)
+    assert finding.status == "problem"
+    assert problem in finding.text
+
+
 # A group
 
 
@@ -227,3 +375,14 @@ def test_no_store_is_a_problem(run: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert "MASTER_ADDR" in run("--rendezvous", f"127.0.0.1:{port}")["rendezvous"]["advice"]
+
+
+def test_a_port_that_is_not_a_store_is_a_problem(
+    run: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_STORE_TIMEOUT", 0.1)
+    monkeypatch.setattr(store_connection, "_GRACE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        found = run("--rendezvous", f"127.0.0.1:{other.getsockname()[1]}")["group"]
+    assert "did not answer within 0.1 s" in found["text"]
+    assert "TCPStore" in found["advice"]

@@ -26,6 +26,7 @@ from telegrad.wire.admission_token import make_token
 MAX_REPLY = 1 << 28  # bytes
 _log = logging.getLogger(__name__)
 _INCARNATION = f"observer-{secrets.token_hex(8)}"
+_CLOSED = "it has closed the connection"
 
 
 class NoAnswer(TelegradError):
@@ -84,7 +85,7 @@ class WorkerConnection:
         self._stream.send(request, until)
         reply = self._stream.receive(MAX_REPLY, until)
         if reply is None:
-            raise ProtocolError("it has closed the connection")
+            raise ProtocolError(_CLOSED)
         return dict(reply)
 
     def converse(
@@ -98,7 +99,7 @@ class WorkerConnection:
             stream.send({"operation": operation, **options}, until)
             reply = stream.receive(MAX_REPLY, until)
             if reply is None:
-                raise ProtocolError("it has closed the connection")
+                raise ProtocolError(_CLOSED)
             return stream, dict(reply)
         except (OSError, ProtocolError) as error:
             if stream is not None:
@@ -153,13 +154,13 @@ class WorkerConnection:
 
 
 def _left(until: float) -> float:
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+    # never 0: what is opened in time must be closed by the function that finds it late
+    return max(until - time.monotonic(), 1e-3)
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "ended (connection refused)"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):  # before it read the request
+        return _CLOSED
     return str(error)
