@@ -156,6 +156,30 @@ def test_only_slices_are_sent(cluster: Clusters, subscribe: Subscribe) -> None:
     assert max(added[:1] + added[2:]) < 200
 
 
+def test_slices_can_be_viewed(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(3)
+    weights = {"w": torch.arange(24.0).view(6, 4)}
+    sent = shards(weights, (2,), Shard(0))
+    publishers = open_publishers(workers, sent)
+    slices = {"w": (slice(2, 5), slice(1, 3))}  # of both shards
+    subscriber = subscribe(workers, "w2", slices=slices)
+    for publisher in publishers:
+        publisher.publish(1)
+    with subscriber.view(timeout=PATIENCE) as (version, tensors):
+        for part in sent:
+            local_of(part["w"]).zero_()
+        for publisher in publishers:
+            publisher.publish(2)
+        assert subscriber.newer_than(1).result(PATIENCE) == 2
+        assert version == 1
+        assert torch.equal(tensors["w"], weights["w"][2:5, 1:3])
+    subscriber.close()
+    rows = subscribe(workers, "w2", slices={"w": slice(1, 3)})  # of one shard
+    with rows.view(timeout=PATIENCE) as (version, tensors):
+        assert version == 2
+        assert torch.equal(tensors["w"], torch.zeros(2, 4))
+
+
 def test_plain_weights_on_one_side(cluster: Clusters, subscribe: Subscribe) -> None:
     weights = full_weights(3)
     workers = cluster(6)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
-from telegrad.weights.boxes import Box, Slices, local_of, piece_of, sliced, whole
+from telegrad.weights.boxes import Box, Piece, Slices, local_of, piece_of, sliced, whole
 from telegrad.weights.layout import Rename, entry_of, renamed
 from telegrad.weights.planning import Plan, Source
 from telegrad.weights.versions import VersionStore
@@ -97,12 +97,26 @@ class SlicedVersion:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of all tensors, each with the box that was subscribed to."""
+        return {name: self._joined(name, piece) for name, piece in self._pieces.items()}
+
+    def views(self) -> dict[str, Tensor]:
+        """Return all tensors, without a copy if they come from one shard."""
         found = {}
-        for name, piece in self._complete.plan.pieces.items():
-            found[name] = torch.empty(piece.box.sizes, dtype=piece.dtype)
-            for part, values in self._parts(name):
-                part.of(found[name], piece.box).copy_(values)
+        for name, piece in self._pieces.items():
+            parts = list(self._parts(name))
+            is_whole = len(parts) == 1 and parts[0][0] == piece.box
+            found[name] = parts[0][1] if is_whole else self._joined(name, piece)
         return found
+
+    @property
+    def _pieces(self) -> dict[str, Piece]:
+        return self._complete.plan.pieces
+
+    def _joined(self, name: str, piece: Piece) -> Tensor:
+        joined = torch.empty(piece.box.sizes, dtype=piece.dtype)
+        for part, values in self._parts(name):
+            part.of(joined, piece.box).copy_(values)
+        return joined
 
     def _parts(self, name: str) -> Iterator[tuple[Box, Tensor]]:
         for hold in self._complete.holds:

@@ -62,6 +62,10 @@ class ReadVersion(NamedTuple):
         """Return copies of all tensors."""
         return self.layout.tensors(self.image.clone())
 
+    def views(self) -> dict[str, Tensor]:
+        """Return all tensors without a copy."""
+        return self.layout.tensors(self.image)
+
 
 @contextmanager
 def read_own(store: VersionStore, reader: str) -> Iterator[ReadVersion]:

@@ -198,12 +198,13 @@ class Subscriber:
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Return the newest version and its tensors without a copy, for a `with` statement.
 
+        Only a tensor that comes from several shards is a copy.
         The tensors are in memory that workers of this host share: use them only inside the
         statement, and do not write to them. If they are on a GPU and their owner took this worker
         for lost meanwhile, the end of the statement raises `StaleReference`.
         """
         with self._receiver.read(self._seconds(timeout)) as found:
-            yield found.version, found.layout.tensors(found.image)
+            yield found.version, found.views()
 
     def newer_than(self, version: int | None) -> Future[int]:
         """Return a future for the newest version once it is newer than `version`.
