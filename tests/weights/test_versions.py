@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import telegrad
 from telegrad.errors import CallCancelled, CallTimeout, UsageError
@@ -112,6 +112,60 @@ def test_names_can_be_mapped_and_left_out(cluster: Clusters, subscribe: Subscrib
     with pytest.raises(UsageError, match=r"shape \(30, 40\)"):
         subscriber.pull_into(layer, names={"weight": "layer.bias"})
     assert torch.equal(layer.weight, before)
+
+
+class Exported(nn.Module):
+    """A module whose `state_dict` has a copy of a parameter, as a conversion makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.zeros(3))
+        self.converted = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.register_state_dict_post_hook(self._convert)
+
+    @staticmethod
+    def _convert(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+        state[prefix + "converted"] = state[prefix + "converted"].float()
+
+
+def test_a_tensor_that_cannot_be_written_is_an_error_before_any_is_written(
+    cluster: Clusters, subscribe: Subscribe
+) -> None:
+    workers = cluster(2)
+    weights = {"kept": torch.ones(3), "converted": torch.ones(3)}
+    publisher = Publisher(weights, "policy", agent=workers["w0"])
+    publisher.publish()
+    subscriber = subscribe(workers, "w1")
+    module = Exported()
+    with pytest.raises(UsageError, match="a copy of 'converted'"):
+        subscriber.pull_into(module)
+    assert not module.kept.any()
+    subscriber.pull_into(module, names={"kept": "kept"})
+    assert module.kept.eq(1).all()
+    for unwritable, message in (
+        (torch.zeros(1).expand(3), "share memory"),
+        (torch.zeros(3).to_sparse(), "a torch.sparse_coo tensor"),
+    ):
+        target = {"kept": torch.zeros(3), "converted": unwritable}
+        with pytest.raises(UsageError, match=message):
+            subscriber.pull_into(target)
+        assert not target["kept"].any()
+    with pytest.raises(UsageError, match="`names` is a dict or a function"):
+        subscriber.pull_into(weights, names=["kept"])  # type: ignore[arg-type]
+
+
+def test_tensors_of_the_inference_mode_are_written(
+    cluster: Clusters, subscribe: Subscribe
+) -> None:
+    workers = cluster(2)
+    model = nn.Linear(3, 2)
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    publisher.publish()
+    with torch.inference_mode():
+        copy = nn.Linear(3, 2)
+    subscribe(workers, "w1").pull_into(copy)
+    assert copy.weight.is_inference()
+    assert torch.equal(copy.weight, model.weight)
 
 
 def test_a_late_subscriber_gets_a_snapshot(cluster: Clusters, subscribe: Subscribe) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.weights.boxes import Box
+from telegrad.weights.boxes import Box, local_of
 from telegrad.weights.deltas import Section
 
 Weights = nn.Module | Mapping[str, Tensor]
@@ -149,10 +149,38 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
 
+def check_target(weights: Weights, target: Mapping[str, Tensor], names: Rename | None) -> None:
+    """Raise if a tensor that a pull writes cannot be written, or if that would change nothing.
+
+    This is found before anything is written: an error in the middle would leave a mix of two
+    versions.
+    """
+    owned: set[int] | None = None
+    if isinstance(weights, nn.Module):
+        owned = {_memory(each) for each in (*weights.parameters(), *weights.buffers())}
+    for name, _, tensor in renamed(target, names):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        _require_dense(name, tensor, "written")
+        if torch._debug_has_internal_overlap(local_of(tensor)) == 1:
+            raise UsageError(f"elements of {name!r} share memory (`expand`), so it is not written")
+        if owned is not None and _memory(tensor) not in owned:
+            raise UsageError(
+                f"`state_dict` of the model returns a copy of {name!r}, so writing it would not "
+                "change the model; leave it out with `names`, or pass a dict of the tensors to write"
+            )
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
 def renamed(
     target: Mapping[str, Tensor], names: Rename | None
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Return the name, the published name and the tensor of each tensor that is written."""
+    if not (names is None or callable(names) or isinstance(names, Mapping)):
+        raise UsageError(f"`names` is a dict or a function, not {type(names).__name__}")
     for name, tensor in target.items():
         published: str | None = name
         if names is not None:
@@ -189,10 +217,15 @@ def pairs(
 
 def _width(name: str, tensor: Tensor) -> int:
     """Return the bytes of what is compared as one integer: complex numbers are two of them."""
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise UsageError(f"{name!r} is a {kind} tensor; only dense tensors can be published")
+    _require_dense(name, tensor, "published")
     return _width_of(tensor.dtype)
+
+
+def _require_dense(name: str, tensor: Tensor, use: str) -> None:
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    kind = "nested" if tensor.is_nested else kind
+    if kind != str(torch.strided):
+        raise UsageError(f"{name!r} is a {kind} tensor; only dense tensors can be {use}")
 
 
 def _width_of(dtype: torch.dtype) -> int:

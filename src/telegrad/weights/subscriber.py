@@ -21,7 +21,7 @@ from telegrad.runtime import DEFAULT
 from telegrad.weights import device_images, planning
 from telegrad.weights.assembly import SlicedVersion
 from telegrad.weights.boxes import Slices
-from telegrad.weights.layout import Rename, Weights, tensors_of
+from telegrad.weights.layout import Rename, Weights, check_target, tensors_of
 from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
@@ -175,8 +175,11 @@ class Subscriber:
             return have
         target = tensors_of(weights)
 
+        names = self._names if names is None else names
+        check_target(weights, target, names)
+
         def pull(found: Found) -> int:
-            copies = found.copies(target, self._names if names is None else names)
+            copies = found.copies(target, names)
             try:
                 _copy(copies)
             except BaseException:  # such as `KeyboardInterrupt`: never leave a mix of two versions
@@ -257,6 +260,7 @@ class Subscriber:
 
 
 def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for target, source in copies:
+    for target, source in copies:
+        # a tensor made in inference mode can be written only there
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
