@@ -416,7 +416,7 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
     for options, message in (
         ({"slices": {"v": slice(2)}}, "no tensor 'v'"),
         ({"slices": {"w": slice(0, 4, 2)}}, "step 1"),
-        ({"slices": {"w": (slice(2), 3)}}, "are not slices"),
+        ({"slices": {"w": (slice(2), slice(2), slice(2))}}, r"shape \(4, 4\)"),
         ({"weights": {"w": torch.zeros(5, 4)}}, r"shape \(4, 4\)"),
         ({"weights": {}}, "no tensor of"),
     ):
@@ -424,6 +424,9 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
         with pytest.raises(UsageError, match=message):
             subscriber.pull_into(weights, timeout=PATIENCE)
         subscriber.close()
+    for slices in ({"w": (slice(2), 3)}, {"w": ...}, {"w": slice("x")}, {"w": slice(0.5)}, 5):
+        with pytest.raises(UsageError, match="slices"):
+            subscribe(workers, "w3", slices=slices)
     with pytest.raises(UsageError, match="itself"):
         subscribe(workers, "w0", slices={"w": slice(2)})
     subscriber = subscribe(workers, "w3", slices={"w": slice(2)})

@@ -66,10 +66,25 @@ def whole(shape: Iterable[int]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
+def as_slices(name: str, slices: object) -> tuple[slice, ...]:
+    """Return the slices of a tensor as a tuple."""
+    given = (slices,) if isinstance(slices, slice) else slices
+    if not isinstance(given, tuple | list) or not all(map(_is_slice, given)):
+        raise UsageError(f"{slices!r} are not slices of {name!r}: pass a slice or a tuple of them")
+    return tuple(given)
+
+
+def _is_slice(value: object) -> bool:
+    return isinstance(value, slice) and all(
+        bound is None or hasattr(bound, "__index__")
+        for bound in (value.start, value.stop, value.step)
+    )
+
+
 def sliced(name: str, slices: slice | tuple[slice, ...], shape: Shape) -> Box:
     """Return the box of slices of a tensor. Dimensions without a slice are whole."""
-    given = (slices,) if isinstance(slices, slice) else tuple(slices)
-    if len(given) > len(shape) or not all(isinstance(each, slice) for each in given):
+    given = as_slices(name, slices)
+    if len(given) > len(shape):
         raise UsageError(f"{given!r} are not slices of {name!r}, which has the shape {shape}")
     given += (slice(None),) * (len(shape) - len(given))
     ranges = [range(size)[each] for each, size in zip(given, shape, strict=True)]

@@ -167,7 +167,7 @@ def check_target(weights: Weights, target: Mapping[str, Tensor], names: Rename |
         if owned is not None and _memory(tensor) not in owned:
             raise UsageError(
                 f"`state_dict` of the model returns a copy of {name!r}, so writing it would not "
-                "change the model; leave it out with `names`, or pass a dict of the tensors to write"
+                "change the model; leave it out with `names`, or pass a dict of tensors to write"
             )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from telegrad.errors import UsageError
-from telegrad.weights.boxes import Box, Piece, Slices, piece_of, sliced
+from telegrad.weights.boxes import Box, Piece, Slices, as_slices, piece_of, sliced
 from telegrad.weights.layout import Rename, renamed
 from telegrad.weights.shards import ShardInfo
 
@@ -39,7 +39,9 @@ class Plan(NamedTuple):
 
 def wanted(tensors: Mapping[str, Tensor], names: Rename | None, slices: Slices | None) -> Wanted:
     """Return what is needed for tensors and slices."""
-    slices = dict(slices or {})
+    if not isinstance(slices, Mapping | None):
+        raise UsageError(f"`slices` is a dict of slices by name, not {type(slices).__name__}")
+    slices = {name: as_slices(name, each) for name, each in (slices or {}).items()}
     pieces: dict[str, Piece] = {}
     for name, published, tensor in renamed(tensors, names):
         piece = piece_of(name, tensor)
