@@ -154,9 +154,7 @@ def test_a_tensor_that_cannot_be_written_is_an_error_before_any_is_written(
         subscriber.pull_into(weights, names=["kept"])  # type: ignore[arg-type]
 
 
-def test_tensors_of_the_inference_mode_are_written(
-    cluster: Clusters, subscribe: Subscribe
-) -> None:
+def test_tensors_of_the_inference_mode_are_written(cluster: Clusters, subscribe: Subscribe) -> None:
     workers = cluster(2)
     model = nn.Linear(3, 2)
     publisher = Publisher(model, "policy", agent=workers["w0"])
@@ -300,6 +298,13 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
     publisher.publish(4)
     with pytest.raises(UsageError, match="version 4 does not follow version 4"):
         publisher.publish(4)
+    with pytest.raises(UsageError, match="not negative"):
+        publisher.publish(-5)
+    for version in (5.0, float("nan"), "5", torch.tensor(5.5)):
+        with pytest.raises(UsageError, match="is an integer"):
+            publisher.publish(version)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="is an integer"):
+            subscribe(workers, "w1").newer_than(version)  # type: ignore[arg-type]
     model.head.weight = nn.Parameter(model.head.weight.clone())
     with pytest.raises(UsageError, match="have changed"):
         publisher.publish()
@@ -309,6 +314,8 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
         Subscriber()
     with pytest.raises(UsageError, match="not NoneType"):
         subscribe(workers, "w1").pull_into(None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a timeout is"):
+        subscribe(workers, "w1").pull_into(model, timeout=float("nan"))
     with pytest.raises(UsageError, match="bandwidth"):
         Publisher(model, "other", agent=workers["w0"], bandwidth=0)
     with pytest.raises(UsageError, match="fan_out"):
@@ -317,7 +324,24 @@ def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None
         Subscriber("policy", agent=workers["w1"], patience=0)
     assert "version 4" in repr(publisher)
     publisher.close()
-    Publisher(model, "policy", agent=workers["w0"]).close()
+    with pytest.raises(UsageError, match="is closed"):
+        publisher.publish()
+
+
+def test_a_publisher_is_closed_once(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    weights = {"a": torch.zeros(3)}
+    step = torch.tensor(1)
+    with Publisher(weights, "policy", agent=workers["w0"]) as first:
+        assert first.publish(step) == 1  # type: ignore[arg-type]
+        step += 1
+        assert type(first.version) is int
+        assert first.version == 1
+        first.close()
+        second = Publisher(weights, "policy", agent=workers["w0"])
+    second.publish(2)
+    assert subscribe(workers, "w1").newer_than(1).result(PATIENCE) == 2
+    second.close()
 
 
 def test_the_names_are_part_of_the_package() -> None:

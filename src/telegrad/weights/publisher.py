@@ -34,7 +34,7 @@ from telegrad.weights.service import PublisherEntry, WeightsRegistry
 from telegrad.weights.shards import SliceServer
 from telegrad.weights.streams import ArrivingStream, Image
 from telegrad.weights.topology import Topology
-from telegrad.weights.versions import VersionStore, is_newer
+from telegrad.weights.versions import VersionStore, as_version, is_newer
 
 _REPORTS = 1000  # that are kept
 
@@ -134,6 +134,7 @@ class Publisher:
         self._pending: tuple[int, Image] | None = None
         self._is_coding = False
         self._error: Exception | None = None
+        self._is_closed = False
         self._registry = runtime.service(WeightsRegistry)
         self._slices = SliceServer(
             name,
@@ -170,12 +171,11 @@ class Publisher:
         """
         with self._publishing:
             self._runtime.require_open()
+            if self._is_closed:
+                raise UsageError(f"the publisher of {self.name!r} is closed; make a new one")
             if self._error is not None:
                 raise self._error
-            last = -1 if self._version is None else self._version
-            version = last + 1 if version is None else version
-            if version <= last:
-                raise UsageError(f"version {version} does not follow version {last}")
+            version = self._next_version(version)
             tensors = shards.local_tensors(tensors_of(self._weights))
             if Layout.of(tensors) != self._layout:
                 raise UsageError(
@@ -200,6 +200,17 @@ class Publisher:
             self._start_coding()
             return version
 
+    def _next_version(self, version: int | None) -> int:
+        last = -1 if self._version is None else self._version
+        if version is None:
+            return last + 1
+        number = as_version(version)
+        if number < 0:
+            raise UsageError(f"a version is not negative, as {number} is")
+        if number <= last:
+            raise UsageError(f"version {number} does not follow version {last}")
+        return number
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until subscribers can get all that was published. Raise `CallTimeout` after it."""
         role = thread_roles.pause()
@@ -213,7 +224,10 @@ class Publisher:
             thread_roles.resume(role)
 
     def close(self) -> None:
-        """Stop publishing. Subscribers keep the version that they have."""
+        """Stop publishing. Subscribers keep the version that they have. May be repeated."""
+        if self._is_closed:
+            return  # there may be another publisher of this name
+        self._is_closed = True
         self._registry.remove_publisher(self.name)
 
     def _wait_until_begun(self) -> None:

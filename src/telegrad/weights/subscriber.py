@@ -5,6 +5,7 @@ State: `Receivers`, one per agent, which subscribers of the same name share.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
 from telegrad.weights.sliced import SlicedVersions
+from telegrad.weights.versions import as_version
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -214,7 +216,9 @@ class Subscriber:
 
         It can be awaited. None: any version. It fails with `CallCancelled` after `close`.
         """
-        return self._receiver.newer_than(version)
+        if self._runtime.forked:  # no version arrives in a child
+            self._runtime.require_open()
+        return self._receiver.newer_than(None if version is None else as_version(version))
 
     def __iter__(self) -> Iterator[int]:
         """Yield each version that arrives, without those that were superseded meanwhile."""
@@ -254,7 +258,7 @@ class Subscriber:
     def _seconds(self, timeout: float | object | None) -> float | None:
         if timeout is DEFAULT:
             return self._runtime.timeout
-        if timeout is None or isinstance(timeout, int | float):
+        if timeout is None or (isinstance(timeout, int | float) and not math.isnan(timeout)):
             return timeout
         raise UsageError(f"a timeout is a number of seconds or None, not {timeout!r}")
 

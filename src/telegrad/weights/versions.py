@@ -17,6 +17,7 @@ lock. What must never be true: an image in `_free`, or returned by `take_image`,
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from telegrad.cuda.flat_memory import DeviceHandle
-from telegrad.errors import StaleReference
+from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import SegmentHandle
@@ -382,6 +383,14 @@ def _completion(
 def _complete(ready: list[Callable[[], None]]) -> None:
     for complete in ready:
         complete()
+
+
+def as_version(version: object) -> int:
+    """Return a version as an int. Other numbers, such as those of NumPy, may be given for it."""
+    try:
+        return operator.index(version)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"a version is an integer, not {version!r}") from None
 
 
 def is_newer(version: int | None, than: int | None) -> bool:
