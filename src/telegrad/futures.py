@@ -4,9 +4,10 @@ The value is stored in torch's own future, so `torch.futures.wait_all`, `collect
 checks work. `wait` blocks here and not in C++, so Ctrl-C can interrupt it, and a thread of Telegrad
 can hand over its duty before it blocks (`thread_roles.py`).
 
-State: a future is completed at most once. The thread that completes it runs the callbacks. A reply,
-a deadline, a cancellation and a lost peer may try to complete it at the same time: the first call
-of `_try_complete` wins, and the others return False. `_settled`, `_cancelled`, `_error`,
+State: a future is completed at most once. The thread that completes it wakes those who wait, then
+runs the callbacks, so a callback may block until a thread that waited for the future goes on. A
+reply, a deadline, a cancellation and a lost peer may try to complete it at the same time: the first
+call of `_try_complete` wins, and the others return False. `_settled`, `_cancelled`, `_error`,
 `_completed` and `_callers` are changed under `_lock`, one lock for all futures, which is held only
 for assignments.
 
@@ -241,6 +242,8 @@ class Future(torch.futures.Future[T]):
         self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable
     ) -> None:
         self._callback_codes = (*self._callback_codes, code)
+        if not self.done():
+            self._completion_event()  # torch calls its callback first, as it was added first
         super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -314,6 +314,17 @@ def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(
     assert not multiplexed._slow_callbacks
 
 
+def test_a_callback_may_wait_for_a_thread_that_waits_for_the_same_future(w0: Agent) -> None:
+    for add in (Future.then, Future.add_done_callback):
+        replies, waited = Gate(), Gate()
+        future = w0.submit("w1", hold_at, replies)
+        add(future, lambda _, waited=waited: waited.hold())  # type: ignore[misc]
+        replies.open()
+        future.result(PATIENCE / 2)
+        waited.wait_for()
+        waited.open()
+
+
 def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:
     first = w0.submit("w1", abs, -1)
     chained = first.then(
