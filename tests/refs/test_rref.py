@@ -216,6 +216,13 @@ def test_streams_bring_items_as_they_are_used(w0: Agent) -> None:
         thing.stream(chunk=0)
 
 
+def test_a_stream_of_something_that_is_no_iterator_is_an_error(w0: Agent) -> None:
+    words: RRef[dict[str, int]] = remote("w1", dict, ({"a": 1, "b": 2},), agent=w0)
+    stream = iter(words.stream().keys())
+    with pytest.raises(UsageError, match="iterator, not dict_keys"):
+        next(stream)
+
+
 def test_an_error_inside_a_stream_arrives(w0: Agent) -> None:
     with pytest.raises(KeyError, match="no such thing"):
         list(remote("w1", Thing, agent=w0).stream().fail())

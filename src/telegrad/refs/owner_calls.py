@@ -237,7 +237,13 @@ def pull(owner: Incarnation, key: tuple[Incarnation, int], count: int) -> Any:
 
 def _next_items(generator: Any, count: int) -> tuple[list[Any], bool]:
     items: list[Any] = []
-    for item in generator:
+    iterator = iter(generator)
+    if iterator is not generator:  # it would begin again with each call
+        raise UsageError(
+            "a method that is called by stream() must return a generator or another iterator, "
+            f"not {type(generator).__name__}: return iter(...), or call it by rpc_sync()"
+        )
+    for item in iterator:
         items.append(item)
         if len(items) == count:
             return items, False
