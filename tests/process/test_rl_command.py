@@ -99,6 +99,39 @@ def test_the_output_fits_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<td>actor1<td>2<td>0<td>0 to 1<td>12.00<td>12<td>0" in text
 
 
+def test_a_worker_is_killed_again_when_its_replacement_has_reported(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        report = ActorLearnerReport("CartPole", 4, 3, [Kill("actor1", 1), Kill("actor1", 2)])
+        report.add(record(1, processes[0].pid)._replace(actors={}))  # nothing of actor1 yet
+        assert report.kills == []
+        for version, pid in ((2, processes[0].pid), (3, processes[0].pid), (4, processes[1].pid)):
+            report.add(record(version, pid))
+        assert [event.version for event in report.kills] == [2, 4]
+        assert [process.wait(20) for process in processes] == [-signal.SIGKILL] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    report.write(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "2 kills of actors, 0 kills of the learner" in text
+    assert text.count("actor1 killed") == 1  # one line of the legend for both
+
+
+def test_the_live_view(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with ActorLearnerReport("CartPole, 1 learner", 3, 3, [Kill("actor7", 1)]) as report:
+        report._pids["actor7"] = 1 << 22  # beyond the largest process id: it has ended
+        report.add(record(1, os.getpid()))
+    shown = capsys.readouterr().out
+    assert "killed actor7" in shown
+    assert all(name in shown for name in ("CartPole, 1 learner", "learner0", "actor2"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

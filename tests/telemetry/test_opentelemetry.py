@@ -18,10 +18,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import telegrad.rpc as rpc
 from telegrad import autograd, current_agent
+from telegrad.errors import UsageError
 from telegrad.refs import remote
 from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
-from telegrad.telemetry import opentelemetry
+from telegrad.telemetry import instruments, opentelemetry
 from tests.conftest import Clusters
 from tests.local.gates import until
 
@@ -55,6 +56,14 @@ def through(to: str) -> str:
     agent = current_agent()
     assert agent is not None
     return agent.call(to, read_baggage)
+
+
+_promised: list[torch.futures.Future[int]] = []
+
+
+@rpc.functions.async_execution
+def promised() -> Any:
+    return _promised[0]
 
 
 def read_baggage() -> str:
@@ -178,3 +187,54 @@ def test_large_baggage_is_left_out(cluster: Clusters, exporter: InMemorySpanExpo
     finally:
         context.detach(token)
     assert parents(spans(exporter, 2)) == [None, "sync w0"]
+
+
+def test_baggage_of_many_entries_is_left_out(
+    cluster: Clusters, exporter: InMemorySpanExporter
+) -> None:
+    agent = cluster(2)["w0"]
+    carried = context.get_current()
+    for name in ("user", "tenant", "region"):
+        carried = baggage.set_baggage(name, "x" * 2500, carried)
+    token = context.attach(carried)
+    try:
+        assert agent.call("w1", read_baggage) == "None"
+    finally:
+        context.detach(token)
+    assert parents(spans(exporter, 2)) == [None, "sync w0"]  # the rest of the context arrives
+
+
+def test_a_context_that_cannot_be_read_is_ignored() -> None:
+    assert opentelemetry._decode(b"{") == {}
+    assert opentelemetry._decode(b"[1]") == {}
+
+
+def test_calls_that_fail_end_their_spans(cluster: Clusters, exporter: InMemorySpanExporter) -> None:
+    agent = cluster(2)["w0"]
+    with pytest.raises(UsageError):
+        agent.call(7, max, 1, 2)
+    with pytest.raises(UsageError):
+        agent.submit("nobody", max, 1, 2)
+    with pytest.raises(ZeroDivisionError):
+        agent.submit("w1", divmod, 1, 0).wait()
+    found = spans(exporter, 4)
+    assert [(_place(span), span.status.status_code) for span in found[:3]] == [
+        ("sync w0", StatusCode.ERROR),
+        ("async w0", StatusCode.ERROR),
+        ("async w0", StatusCode.ERROR),
+    ]
+    assert "rank 7" in str(found[0].attributes)
+
+
+def test_calls_that_wait_for_a_future_end_with_the_tool(
+    cluster: Clusters, exporter: InMemorySpanExporter
+) -> None:
+    agent = cluster(2)["w0"]
+    _promised.append(torch.futures.Future())
+    waiting = agent.submit("w1", promised)
+    until(lambda: bool(instruments._deferred))
+    opentelemetry.disable()
+    (served,) = [span for span in spans(exporter, 1) if _place(span).startswith("serve")]
+    assert "unknown" in str(served.attributes) + str(served.status.description)
+    _promised.pop().set_result(3)
+    assert waiting.wait() == 3

@@ -9,13 +9,15 @@ import urllib.error
 import urllib.request
 
 import pytest
+import torch
 
 pytest.importorskip("prometheus_client")
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telegrad import Config
+import telegrad
+from telegrad import Config, ps
 from telegrad.errors import UsageError
 from telegrad.telemetry.prometheus import WorkerCollector
 from tests.conftest import Clusters
@@ -65,6 +67,36 @@ def test_metrics_of_calls(cluster: Clusters, gate: Gate, in_background: Backgrou
     quantiles = {labels["quantile"] for labels, _ in found["telegrad_recent_call_duration_seconds"]}
     assert quantiles == {"0.5", "0.99", "1"}
     assert found["telegrad_worker_info"][0][0]["rank"] == "1"
+
+
+@telegrad.batched
+def doubled(values: torch.Tensor) -> torch.Tensor:
+    return values * 2
+
+
+def test_metrics_of_batches_and_parameter_servers(cluster: Clusters) -> None:
+    workers = cluster(2)
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(workers["w1"]))
+    assert workers["w0"].call("w1", doubled, torch.ones(1)).item() == 2
+    model = torch.nn.Linear(2, 1)
+    with ps.Optimizer(model, ["w1"], torch.optim.SGD, agent=workers["w0"], lr=0.1) as optimizer:
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        found = samples(generate_latest(registry).decode())
+    ((labels, batches),) = found["telegrad_batches_total"]
+    assert labels == {"worker": "w1", "function": "doubled"}
+    assert batches == 1
+    assert [value for _, value in found["telegrad_batch_size"]] == [1]
+    assert [value for _, value in found["telegrad_batch_waiting_calls"]] == [0]
+    ((shard, version),) = found["telegrad_shard_version"]
+    assert shard["worker"] == "w1"
+    assert version == 1
+    assert [value for _, value in found["telegrad_shard_waiting_trainers"]] == [0]
+    ((trainer, steps),) = found["telegrad_shard_staleness_steps"]
+    assert trainer["shard"] == shard["shard"]
+    assert "w0" in trainer["trainer"]
+    assert steps == 0
 
 
 def test_an_endpoint_for_each_worker(cluster: Clusters, caplog: pytest.LogCaptureFixture) -> None:
