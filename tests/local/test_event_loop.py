@@ -490,6 +490,37 @@ def test_replies_to_earlier_calls_are_sent_before_a_nested_call_waits(
     assert not failures
 
 
+class RestAfterPause:
+    """A `DelayedPause` that is never needed, and sends the rest of a reply once it is paused."""
+
+    def __init__(self, sock: socket.socket, rest: bytes) -> None:
+        self._sock, self._rest = sock, rest
+        self._idle, self._other = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._idle.fileno()
+
+    def pause(self) -> None:
+        self._sock.sendall(self._rest)
+
+    def close(self) -> None:
+        self._idle.close()
+        self._other.close()
+
+
+def test_a_reply_that_arrives_in_parts_does_not_hold_up_the_loop() -> None:
+    near, far = socket.socketpair()
+    channel = StreamChannel(near, BufferPool(), 1 << 30)
+    channel.cork(Kind.REPLY, 1, b"reply")
+    reply = channel._queue.pop()
+    far.sendall(reply[:-1])
+    delayed = RestAfterPause(far, reply[-1:])
+    assert channel.recv_or_pause(PATIENCE, delayed).call_id == 1
+    delayed.close()
+    channel.close()
+    far.close()
+
+
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
     assert not thread_roles.has_pending_messages()
     assert not thread_roles.run_at("key", 5.0, lambda: None)

@@ -465,11 +465,14 @@ class StreamChannel(SocketChannel):
         poller.register(delayed, select.POLLIN)
         if not self._should_spin or not self._spin(started, poller):
             ready = poller.poll(None if timeout is None else timeout * 1000)
-            if ready and all(fd != self._sock.fileno() for fd, _ in ready):
-                delayed.pause()
-        if timeout is not None:
-            timeout = max(timeout - (time.monotonic() - started), 0.0)
-        frame = self.recv(timeout)
+            if any(fd == self._sock.fileno() for fd, _ in ready):
+                self.poll(1)
+        frame = self._decoder.next_frame()
+        if frame is None:
+            delayed.pause()  # something else arrived first, or only a part of the reply
+            if timeout is not None:
+                timeout = max(timeout - (time.monotonic() - started), 0.0)
+            frame = self.recv(timeout)
         self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
         return frame
 
