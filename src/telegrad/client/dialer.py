@@ -130,8 +130,10 @@ class Dialer:
                     if transport == "tcp":
                         final &= isinstance(error, socket.gaierror)  # the name is wrong
                         refused &= isinstance(error, ConnectionRefusedError)
-                except AuthenticationError:
-                    raise
+                except AuthenticationError as error:
+                    raise AuthenticationError(
+                        f"worker {member.name!r} at {address}: {error}", peer=member.name
+                    ) from None
                 except ProtocolError as error:
                     failures.append(f"{address} ({error})")
                     if transport == "tcp":

@@ -33,6 +33,7 @@ _CHUNK = 1 << 16
 _TLS_RECORD = 1 << 14  # bytes
 # RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM. OpenSSL does not change keys itself.
 _RECORDS_PER_KEY = 1 << 23
+_ALERT_TIMEOUT = 1.0  # seconds for the peer to take the reason why it was refused
 
 _CLOSED = "the peer closed the connection during the handshake"
 _UNEXPECTED = "the peer sent data before it was asked for"
@@ -180,7 +181,7 @@ class TlsRecords(Records):
             except ssl.SSLWantReadError:
                 return 0
             except ssl.SSLError as error:
-                raise RecordError(str(error)) from None
+                raise RecordError(str(error)) from error
 
     def check_nothing_received(self) -> None:
         if self._incoming.pending or self.tls.pending():
@@ -202,11 +203,24 @@ class TlsRecords(Records):
         except ConnectionResetError:
             raise ProtocolError(_NO_TLS) from None
         except ssl.SSLError as error:
-            try:
-                self._flush(deadline)  # the alert tells the peer why
-            except OSError as closed:
-                _log.debug("the TLS alert was not sent: %s", closed)
+            self._send_alert(min(deadline, time.monotonic() + _ALERT_TIMEOUT))
             raise explain_tls_error(error) from None
+
+    def _send_alert(self, deadline: float) -> None:
+        """Tell the peer why its handshake failed, and wait until it closes the connection.
+
+        If this side closed it first, while it has data that was not read, the kernel would reset
+        the connection, and the peer could lose the alert.
+        """
+        try:
+            self._flush(deadline)
+            self._sock.shutdown(socket.SHUT_WR)
+            while time.monotonic() < deadline:
+                set_timeout(self._sock, deadline)
+                if not self._sock.recv(_CHUNK):
+                    return
+        except OSError as closed:
+            _log.debug("the TLS alert may not have arrived: %s", closed)
 
     def send(self, data: bytes, deadline: float) -> None:
         """Send data during the handshake above TLS."""
@@ -220,6 +234,10 @@ class TlsRecords(Records):
             try:
                 size = self.read_into(view[filled:])
             except RecordError as error:
+                # With TLS 1.3, the client's handshake ends before the server checks its
+                # certificate, so the refusal arrives here.
+                if isinstance(error.__cause__, ssl.SSLError):
+                    raise explain_tls_error(error.__cause__) from None
                 raise ProtocolError(f"the TLS connection failed: {error}") from None
             if not size:
                 self._fill(deadline)
@@ -304,17 +322,22 @@ def set_timeout(sock: socket.socket, deadline: float) -> None:
 
 # What OpenSSL reports, at either side, if the two sides have different keys.
 _WRONG_KEY = ("BINDER", "ILLEGAL_PARAMETER", "DECRYPT_ERROR", "UNKNOWN_PSK")
+_CERTIFICATE = ("CERT", "UNKNOWN_CA")
 
 
 def explain_tls_error(error: ssl.SSLError) -> ProtocolError:
     """Return the error of Telegrad for a TLS handshake that failed."""
     reason = error.reason or str(error)
-    if "CERTIFICATE" in reason or "CERT" in reason:
+    if any(word in reason for word in _CERTIFICATE):
+        # An alert is the other side's report of what it found.
+        refused = "the peer refused this worker's certificate"
+        if "ALERT" not in reason:
+            refused = "this worker refused the peer's certificate"
         detail = getattr(error, "verify_message", "") or reason
         return AuthenticationError(
-            f"the TLS handshake failed: a certificate was refused ({detail}). With your own "
-            "certificates, check TELEGRAD_TLS_CERT and TELEGRAD_TLS_CA on both workers; without "
-            "them, run Python 3.13 or newer on every worker, or an older one on every worker"
+            f"the TLS handshake failed: {refused} ({detail}). With your own certificates, check "
+            "TELEGRAD_TLS_CERT and TELEGRAD_TLS_CA on both workers; without them, run Python 3.13 "
+            "or newer on every worker, or an older one on every worker"
         )
     if any(word in reason for word in _WRONG_KEY):
         return AuthenticationError(
