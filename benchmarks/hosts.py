@@ -5,7 +5,7 @@
 
 The hosts are network namespaces of this machine: TCP is all that callee and caller share, and both
 use the same cores. Telegrad runs encrypted, which is the default, and with TELEGRAD_TLS=off. torch
-RPC is not encrypted; it uses TensorPipe over TCP. gRPC uses TLS.
+RPC is not encrypted; it uses TensorPipe over TCP, as between machines. gRPC uses TLS.
 
 The limits are plain sockets in Python with one stream and with four, and the cipher of TLS. Every
 byte is encrypted and decrypted on the same cores, so half the speed of the cipher on all cores is
@@ -44,7 +44,11 @@ _SPECS = (
         about="TCP, TELEGRAD_TLS=off: authenticated, not encrypted",
         environment={"TELEGRAD_TLS": "off"},
     ),
-    replace(PEERS["torch"], about="TensorPipe over TCP, not encrypted"),
+    replace(
+        PEERS["torch"],
+        adapter="torch_rpc:TorchBetweenHosts",
+        about="TensorPipe over TCP, not encrypted",
+    ),
     replace(PEERS["grpc"], adapter="grpc_service:GrpcTls", about="TCP with TLS"),
     replace(PEERS["ray"], adapter="ray_actor:RayNodes", about="one node on each host, no TLS"),
 )

@@ -59,10 +59,25 @@ class TorchOverTcp(TorchShaped):
     It answers more slowly, but its threads sleep when idle.
     """
 
+    channels = ("basic",)
+
     def __init__(self) -> None:
         super().__init__("torch.distributed.rpc")
 
     def options(self) -> Any:
         return self.rpc.TensorPipeRpcBackendOptions(
-            init_method="env://", rpc_timeout=TIMEOUT_S, _transports=["uv"], _channels=["basic"]
+            init_method="env://",
+            rpc_timeout=TIMEOUT_S,
+            _transports=["uv"],
+            _channels=list(self.channels),
         )
+
+
+class TorchBetweenHosts(TorchOverTcp):
+    """torch RPC as it runs between two machines: tensors travel over several TCP connections.
+
+    By default it would find out that two network namespaces are on one machine and read tensors
+    from the memory of the other process (`process_vm_readv`).
+    """
+
+    channels = ("mpt_uv", "basic")
