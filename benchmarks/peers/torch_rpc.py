@@ -59,7 +59,7 @@ class TorchOverTcp(TorchShaped):
     It answers more slowly, but its threads sleep when idle.
     """
 
-    channels = ("basic",)
+    channels: tuple[str, ...] = ("basic",)
 
     def __init__(self) -> None:
         super().__init__("torch.distributed.rpc")
