@@ -17,6 +17,7 @@ from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
 from telegrad.transport.records import MacRecords, Records, TlsRecords
+from telegrad.transport.sealed_records import SealedRecords
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
@@ -28,7 +29,8 @@ from telegrad.wire.frames import Kind, encode_header
 from telegrad.wire.handshake import Incarnation
 
 STREAMS = ["unix", "unix+shared"]
-TCP = ["tcp", "tcp+tls", "tcp+bulk"]
+TCP = ["tcp", "tcp+tls", "tcp+sealed", "tcp+bulk"]
+RECORDS = ["mac", "tls", "sealed", "sealed plain"]
 MAX_FRAME = 64 << 20
 FLOOR = 8192  # smallest buffer that goes through shared memory here
 MIN_BULK = 30_000  # smallest buffer that is pulled here
@@ -144,12 +146,15 @@ def fill_with_frames(sock: socket.socket) -> None:
 
 
 def records_pair(
-    near_socket: socket.socket, far_socket: socket.socket, with_tls: bool
+    near_socket: socket.socket, far_socket: socket.socket, kind: str
 ) -> tuple[Records, Records]:
-    """The records of both ends of a connection."""
+    """The records of both ends of a connection, of one of the kinds of `RECORDS`."""
     key = b"k" * 32
-    if not with_tls:
+    if kind == "mac":
         return MacRecords(key, server_side=False), MacRecords(key, server_side=True)
+    if kind != "tls":
+        encrypts = kind == "sealed"
+        return SealedRecords(key, False, encrypts), SealedRecords(key, True, encrypts)
     contexts = TlsContexts(Config(), key)
     near = TlsRecords(near_socket, contexts.context(False), server_side=False)
     far = TlsRecords(far_socket, contexts.context(True), server_side=True)
@@ -163,7 +168,7 @@ def records_pair(
 def tcp_channels(
     near_socket: socket.socket,
     far_socket: socket.socket,
-    with_tls: bool,
+    kind: str,
     on_interrupted: Callable[[TcpChannel, BaseException], None] | None = None,
     bulk: tuple[BulkTransfer | None, BulkTransfer | None] = (None, None),
 ) -> tuple[TcpChannel, TcpChannel]:
@@ -188,7 +193,7 @@ def tcp_channels(
         )
         for sock, records, transfer in zip(
             (near_socket, far_socket),
-            records_pair(near_socket, far_socket, with_tls),
+            records_pair(near_socket, far_socket, kind),
             bulk,
             strict=True,
         )
@@ -212,7 +217,8 @@ def connected(kind: str) -> Iterator[Pair]:
         transfers: tuple[BulkTransfer | None, BulkTransfer | None] = (None, None)
         if extra == "bulk":
             transfers = near_end.pulling_from(far_end), far_end.pulling_from(near_end)
-        near, far = tcp_channels(near_socket, far_socket, extra == "tls", bulk=transfers)
+        kind = extra if extra in RECORDS else "mac"
+        near, far = tcp_channels(near_socket, far_socket, kind, bulk=transfers)
     elif family == "unix":
         near = StreamChannel(
             near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if extra else None

@@ -156,7 +156,7 @@ def test_the_connection_is_interrupted_during_a_pull(
         near_end, far_end = pair.near_end, pair.far_end
         sockets = connected_sockets("tcp")
         transfers = near_end.pulling_from(far_end), far_end.pulling_from(near_end)
-        near, far = tcp_channels(*sockets, False, lambda channel, error: None, transfers)
+        near, far = tcp_channels(*sockets, "mac", lambda channel, error: None, transfers)
 
         def cut(count: int, stripe: Stripe, near=near, far=far) -> None:  # type: ignore[no-untyped-def]
             if count == 4:
@@ -164,7 +164,7 @@ def test_the_connection_is_interrupted_during_a_pull(
                 far_received, far_interruption = far.prepare_resume()
                 stripes.shut(interceptor.stripes)
                 new = connected_sockets("tcp")
-                near_records, far_records = records_pair(*new, False)
+                near_records, far_records = records_pair(*new, "mac")
                 far.resume(new[1], far_records, near_received, far_interruption)
                 near.resume(new[0], near_records, far_received, near_interruption)
 

@@ -26,7 +26,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[AuthenticatedSocket, 
     ours, theirs = socket.socketpair()
     sender, receiver = (
         AuthenticatedSocket(
-            sock, {}, MacRecords(KEY, is_server) if with_records else None, KEY, False
+            sock, {}, MacRecords(KEY, is_server) if with_records else None, KEY, False, is_server
         )
         for sock, is_server in ((ours, False), (theirs, True))
     )
@@ -89,7 +89,7 @@ def test_a_record_that_was_changed_on_its_way() -> None:
     with ours, theirs:
         ours.sendall(MacRecords(bytes(range(32)), False).encode(message(b"true")))
         records = MacRecords(KEY, True)
-        stream = JsonStream(AuthenticatedSocket(theirs, {}, records, KEY, False))
+        stream = JsonStream(AuthenticatedSocket(theirs, {}, records, KEY, False, True))
         with pytest.raises(ProtocolError):
             stream.receive(LIMIT, deadline())
 

@@ -18,11 +18,17 @@ from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError
 from telegrad.transport import records, tcp
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.records import MacRecords, RecordError, TlsRecords
+from telegrad.transport.records import TlsRecords
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire.frames import Kind
-from tests.transport.pairs import Background, connected_sockets, records_pair, tcp_channels
+from tests.transport.pairs import (
+    RECORDS,
+    Background,
+    connected_sockets,
+    records_pair,
+    tcp_channels,
+)
 
 LATE = 20.0
 
@@ -30,14 +36,14 @@ LATE = 20.0
 class Link:
     """Two TCP channels that are connected again whenever they are interrupted."""
 
-    def __init__(self, with_tls: bool) -> None:
-        self._with_tls = with_tls
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self.resumptions = 0
         self.closed = False
         self.near, self.far = tcp_channels(
-            *connected_sockets("tcp"), with_tls, on_interrupted=self._interrupted
+            *connected_sockets("tcp"), kind, on_interrupted=self._interrupted
         )
 
     def _interrupted(self, channel: TcpChannel, error: BaseException) -> None:
@@ -53,7 +59,7 @@ class Link:
             near_received, near_interruption = self.near.prepare_resume()
             far_received, far_interruption = self.far.prepare_resume()
             near, far = connected_sockets("tcp")
-            near_records, far_records = records_pair(near, far, self._with_tls)
+            near_records, far_records = records_pair(near, far, self._kind)
             self.far.resume(far, far_records, near_received, far_interruption)
             self.near.resume(near, near_records, far_received, near_interruption)
             self.resumptions += 1
@@ -71,7 +77,7 @@ class Link:
             thread.join()
 
 
-@pytest.fixture(params=[False, True], ids=["mac", "tls"])
+@pytest.fixture(params=RECORDS)
 def link(request: pytest.FixtureRequest, background: Background) -> Iterator[Link]:
     link = Link(request.param)
     yield link
@@ -193,7 +199,7 @@ def test_keys_are_changed_by_another_connection(
     monkeypatch: pytest.MonkeyPatch, background: Background
 ) -> None:
     monkeypatch.setattr(records, "_RECORDS_PER_KEY", 50)
-    link = Link(with_tls=True)
+    link = Link("tls")
     for number in range(200):
         link.near.send(Kind.CALL, number, b"")
     assert [link.far.recv(LATE).call_id for _ in range(200)] == list(range(200))
@@ -223,7 +229,7 @@ def test_a_peer_that_acknowledges_what_was_never_sent_breaks_the_protocol(link: 
 
 def test_a_reader_waits_while_the_channel_is_interrupted(background: Background) -> None:
     near, far = tcp_channels(
-        *connected_sockets("tcp"), with_tls=False, on_interrupted=lambda channel, error: None
+        *connected_sockets("tcp"), "mac", on_interrupted=lambda channel, error: None
     )
     receiving = background(near.recv)
     far.interrupt(ConnectionResetError("cut"))
@@ -247,55 +253,6 @@ def test_an_orderly_end_is_no_interruption(link: Link) -> None:
     with pytest.raises(ChannelClosed, match="the peer closed the connection"):
         link.far.recv(LATE)
     assert link.resumptions == 0
-
-
-# Records
-
-
-def read_all(received: MacRecords) -> bytes:
-    space, data = memoryview(bytearray(1 << 17)), b""
-    while size := received.read_into(space):
-        data += bytes(space[:size])
-    return data
-
-
-def mac_pair() -> tuple[MacRecords, MacRecords]:
-    return MacRecords(b"key", server_side=False), MacRecords(b"key", server_side=True)
-
-
-def test_mac_records_carry_data_of_any_size_in_any_pieces() -> None:
-    near, far = mac_pair()
-    data = random.Random(1).randbytes(300_000)
-    encoded = near.encode(data) + near.encode(b"next")
-    received = b""
-    for start in range(0, len(encoded), 1000):
-        far.feed(memoryview(encoded)[start : start + 1000])
-        received += read_all(far)
-    assert received == data + b"next"
-
-
-@pytest.mark.parametrize("kind", ["flip", "replay", "reorder", "drop", "other key", "reflect"])
-def test_a_record_that_was_tampered_with_fails(kind: str) -> None:
-    near, far = mac_pair()
-    first, second = near.encode(b"first"), near.encode(b"second")
-    sent = {
-        "flip": first[:6] + bytes([first[6] ^ 1]) + first[7:],
-        "replay": first + first,
-        "reorder": second + first,
-        "drop": second,
-        "other key": MacRecords(b"other", server_side=False).encode(b"first"),
-        "reflect": far.encode(b"first"),
-    }[kind]
-    far.feed(memoryview(sent))
-    with pytest.raises(RecordError, match="changed on its way"):
-        read_all(far)
-
-
-def test_a_record_of_an_impossible_size_fails_at_once() -> None:
-    far = mac_pair()[1]
-    far.feed(memoryview(b"\xff\xff\xff\xff"))
-    with pytest.raises(RecordError, match="4294967295 bytes"):
-        read_all(far)
 
 
 # TLS

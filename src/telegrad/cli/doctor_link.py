@@ -86,7 +86,7 @@ def serve_one(listening: socket.socket, config: Config, key: bytes) -> dict[str,
     )
     with connection.sock:
         connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
-        stripe = open_stripe(connection, server_side=True)
+        stripe = open_stripe(connection)
         while True:
             kind, size = _REQUEST.unpack(_read(stripe, _REQUEST.size))
             if kind == _END:
@@ -117,7 +117,7 @@ def measure(address: str, config: Config, key: bytes) -> Link:
     )
     with connection.sock:
         connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
-        stripe = open_stripe(connection, server_side=False)
+        stripe = open_stripe(connection)
         round_trip = statistics.median(_echo(stripe) for _ in range(_ECHOES))
         upload, download = _rate(stripe, _UPLOAD), _rate(stripe, _DOWNLOAD)
         stripe.send(_REQUEST.pack(_END, 0))

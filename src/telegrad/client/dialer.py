@@ -29,6 +29,7 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport import in_process
 from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.sealed_records import channel_records
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
@@ -179,8 +180,7 @@ class Dialer:
         if listener is None:
             raise ProtocolError("another process")
         endpoint = self._endpoint
-        introduction = endpoint.introduction(purpose, member.name)
-        introduction["address"] = address
+        introduction = endpoint.introduction(purpose, member.name, address)
         client_steps = handshake.client(endpoint.key, introduction)
         server, client = handshake.run_in_memory(client_steps, listener.handshake())
         verify_peer(server, member)
@@ -201,7 +201,12 @@ class Dialer:
 
         try:
             channel = self._endpoint.make_channel(
-                connection, member.incarnation, unix_address(member.addresses), session, reconnect
+                connection,
+                member.incarnation,
+                unix_address(member.addresses),
+                purpose,
+                session,
+                reconnect,
             )
             return DialedConnection(channel, float(connection.peer["heartbeat"]))
         except BaseException:
@@ -215,7 +220,7 @@ class Dialer:
         assert connection.records is not None
         try:
             received = int(connection.peer["received"])
-            channel.resume(connection.sock, connection.records, received, interruption)
+            channel.resume(connection.sock, channel_records(connection), received, interruption)
         except BaseException:
             connection.sock.close()
             raise

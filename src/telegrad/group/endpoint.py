@@ -30,7 +30,7 @@ from typing import Protocol
 from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
-from telegrad.transport import nixl_engine, sockets
+from telegrad.transport import nixl_engine, sealed_records, sockets
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
@@ -55,6 +55,11 @@ EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK, OBSERVE = PURPOSES = (
     "bulk",
     "observe",
 )
+CALLS = (EXCLUSIVE, MULTIPLEXED)
+
+# To pull buffers takes three more messages and two more threads than to send them in the stream. No
+# other message waits behind a large one in the stream of an exclusive connection.
+_EXCLUSIVE_FACTOR = 4
 
 _log = logging.getLogger(__name__)
 
@@ -129,8 +134,12 @@ class LocalEndpoint:
     def __repr__(self) -> str:
         return f"<LocalEndpoint {self.addresses}, {len(self._connecting)} connecting>"
 
-    def introduction(self, purpose: str, to: str = "") -> Introduction:
-        """Return what this worker says of itself in a handshake with the worker `to`."""
+    def introduction(self, purpose: str, to: str = "", address: str = "") -> Introduction:
+        """Return what this worker says of itself in a handshake.
+
+        `to` is the worker at the other end, `address` the address of the side that accepts.
+        """
+        is_tcp = address.startswith("tcp:")
         local_member = self._runtime.local_member
         return {
             "name": local_member.name,
@@ -142,11 +151,12 @@ class LocalEndpoint:
             "max_frame": self._config.max_frame,
             "unix": unix_address(self.addresses),
             "bulk": self._bulk_address(),
-            # Only stripes use it, and choosing one loads the package `cryptography`.
+            # Where none is used, none is chosen: that loads the package `cryptography`.
             "cipher": cipher() if purpose == BULK else "",
+            "records": sealed_records.cipher() if is_tcp and purpose in CALLS else "",
             "nixl": self._nixl is not None,
             "devices": dict(self._config.device_maps.get(to, {})),
-            "address": "",
+            "address": address,
             "session": "",
             "received": -1,  # frames of an interrupted channel; -1: it is a new one
         }
@@ -173,8 +183,8 @@ class LocalEndpoint:
             # `stop_connecting` may have run before this socket was added
             if self._closed.is_set():
                 raise OSError("this worker is shutting down")
-            introduction = self.introduction(purpose, "" if member is None else member.name)
-            introduction |= {"address": address, **(session or {})}
+            name = "" if member is None else member.name
+            introduction = self.introduction(purpose, name, address) | (session or {})
             connection = sockets.authenticate(
                 sock,
                 self.tls,
@@ -204,6 +214,7 @@ class LocalEndpoint:
         connection: AuthenticatedSocket,
         incarnation: Incarnation,
         unix: str,
+        purpose: str,
         session: str,
         on_interrupted: Callable[[TcpChannel, BaseException], None],
     ) -> Channel:
@@ -212,17 +223,17 @@ class LocalEndpoint:
         Large buffers use shared memory if the peer is on this host: `unix` is its unix address.
         `session` and `on_interrupted` are those of a TCP channel.
         """
-        sock, peer, records = connection.sock, connection.peer, connection.records
+        sock, peer = connection.sock, connection.peer
         peer_limit = peer.get("max_frame")
         if not isinstance(peer_limit, int):
             peer_limit = self._config.max_frame
         limit = self._config.max_frame
-        if records is None:
+        if connection.records is None:
             transfer = self._shared_memory_transfer(incarnation, unix) if unix else None
             return StreamChannel(sock, self.pool, limit, transfer, peer_limit)
         return TcpChannel(
             sock,
-            records,
+            sealed_records.channel_records(connection),
             session,
             incarnation,
             self.pool,
@@ -230,17 +241,22 @@ class LocalEndpoint:
             peer_limit,
             self._config.resume_timeout,
             on_interrupted,
-            self._bulk_transfer(peer, incarnation),
+            self._bulk_transfer(peer, incarnation, purpose),
         )
 
-    def _bulk_transfer(self, peer: Introduction, incarnation: Incarnation) -> BulkTransfer | None:
+    def _bulk_transfer(
+        self, peer: Introduction, incarnation: Incarnation, purpose: str
+    ) -> BulkTransfer | None:
         """Return how large buffers are exchanged with a peer; None: in the stream."""
         address = peer.get("bulk")
         if not address or not self._bulk_address():
             return None
         bulk_peer = BulkPeer(str(peer["name"]), incarnation, str(address))
         engine = self._nixl if self._nixl is not None and peer.get("nixl") else self.bulk
-        return BulkTransfer(engine, bulk_peer, self._config.bulk_min_bytes)
+        min_bytes = self._config.bulk_min_bytes
+        if purpose == EXCLUSIVE:
+            min_bytes *= _EXCLUSIVE_FACTOR
+        return BulkTransfer(engine, bulk_peer, min_bytes)
 
     def _bulk_address(self) -> str:
         """Return the address at which peers pull large buffers; "" if they cannot."""
@@ -250,7 +266,7 @@ class LocalEndpoint:
 
     def _connect_stripe(self, peer: BulkPeer) -> Stripe:
         member = Member(peer.name, -1, peer.incarnation, (peer.address,))
-        return open_stripe(self.connect(peer.address, member, BULK), server_side=False)
+        return open_stripe(self.connect(peer.address, member, BULK))
 
     def _shared_memory_transfer(self, incarnation: Incarnation, unix: str) -> SharedMemoryTransfer:
         announce = functools.partial(self._segments.announce, incarnation, unix)

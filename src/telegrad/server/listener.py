@@ -50,6 +50,7 @@ from telegrad.transport.channel import (
     close_with_reason,
     send_leave,
 )
+from telegrad.transport.sealed_records import channel_records
 from telegrad.transport.shared_memory import receive_segment
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stripes import open_stripe
@@ -193,7 +194,7 @@ class Listener:
             # not on this thread: those of handshakes are limited
             if peer["purpose"] == BULK:
                 self._forget_unauthenticated(sock)
-                stripe = open_stripe(connection, server_side=True)
+                stripe = open_stripe(connection)
                 serve = functools.partial(self._endpoint.bulk.serve, stripe, incarnation)
                 self._runtime.threads.start(serve)  # until it ends
                 return
@@ -205,7 +206,12 @@ class Listener:
                 return
             on_interrupted = functools.partial(self._interrupted, peer["name"])
             channel = self._endpoint.make_channel(
-                connection, incarnation, peer["unix"], peer["session"], on_interrupted
+                connection,
+                incarnation,
+                peer["unix"],
+                peer["purpose"],
+                peer["session"],
+                on_interrupted,
             )
             if isinstance(channel, TcpChannel):
                 self._endpoint.sessions[channel.session] = channel
@@ -255,7 +261,7 @@ class Listener:
             if channel is None or connection.records is None:
                 raise ChannelClosed("the channel has ended meanwhile")
             received, interruption = connection.peer["received"], connection.peer["interruption"]
-            channel.resume(connection.sock, connection.records, received, interruption)
+            channel.resume(connection.sock, channel_records(connection), received, interruption)
         except ChannelClosed:
             connection.sock.close()
 
@@ -287,7 +293,7 @@ class Listener:
 
     def _introduce(self, peer: Introduction) -> Introduction:
         """Return what this worker tells about itself to a peer that it accepts."""
-        introduction = self._endpoint.introduction(BULK if peer.get("purpose") == BULK else "serve")
+        introduction = self._endpoint.introduction(peer["purpose"], address=peer["address"])
         if _resumes(peer):
             channel = self._interrupted_channel(peer)
             introduction["received"], peer["interruption"] = (

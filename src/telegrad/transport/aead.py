@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hmac
 import os
 import ssl
+import struct
 import time
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
@@ -29,6 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
+# RFC 8446 permits 2 ** 24.5 records of 16 KB with one key, 380 GB. Records have at most 512 KB
+# here, so a key is used for 256 GB.
+RECORDS_PER_KEY = 1 << 19
 
 _LIBRARIES = ("libcrypto.so.3", "libcrypto.so.1.1")
 _GET_TAG, _SET_TAG = 0x10, 0x11  # EVP_CTRL_AEAD_...
@@ -37,6 +42,7 @@ _KEEP = -1  # the direction of the context stays
 # holds the interpreter lock must be faster than all of them together to be used.
 _THREADS = min(len(os.sched_getaffinity(0)), 4)
 _TRIAL = 1 << 17  # bytes, to compare speeds
+_pack_nonce = struct.Struct(">4xQ").pack
 
 _POINTER, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # the type of the result, then those of the arguments
@@ -52,6 +58,9 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # the type of the result, then thos
 _EXPECTED = bytes.fromhex("cea7403d4d606b6e074ec5d3baf39d18d0d1c8a799996bf0265b98b5d48ab919")
 
 
+Bytes = bytes | memoryview
+
+
 class TagError(Exception):
     """Data is not what the holder of the key has sealed."""
 
@@ -63,18 +72,61 @@ class Cipher(ABC):
     def __init__(self, key: bytes, seals: bool) -> None: ...
 
     @abstractmethod
-    def seal(self, nonce: bytes, about: bytes, data: memoryview, sealed: memoryview) -> None:
+    def seal(self, nonce: bytes, about: Bytes, data: Bytes, sealed: memoryview) -> None:
         """Encrypt `data` into `sealed`, which is longer by `TAG_BYTES`, for the tag.
 
         The tag covers `about`, too.
         """
 
     @abstractmethod
-    def open(self, nonce: bytes, about: bytes, sealed: memoryview, data: memoryview) -> None:
+    def open(self, nonce: bytes, about: Bytes, sealed: memoryview, data: memoryview) -> None:
         """Decrypt `sealed` into `data`. Raise `TagError` if it is not what the peer has sealed.
 
         Do not use `data` then.
         """
+
+
+class RecordCipher:
+    """Seal the records that one end of a connection sends, or open those that it receives.
+
+    Every record has a number, which is its nonce. Every connection, direction and purpose has keys
+    of its own, so no key has two records with the same number.
+    """
+
+    def __init__(
+        self,
+        session_key: bytes,
+        purpose: bytes,
+        server_side: bool,
+        seals: bool,
+        implementation: type[Cipher] | None = None,
+    ) -> None:
+        """The implementation is the one that `is_available` has found by default."""
+        direction = b"server to client" if server_side is seals else b"client to server"
+        found = implementation or _fastest()
+        assert found is not None
+        self._implementation = found
+        self._label = b"telegrad " + purpose
+        self._seals = seals
+        self._records = 0
+        self._key = hmac.digest(session_key, self._label + b" " + direction, "sha256")
+        self._cipher = found(self._key, seals)
+
+    def seal(self, about: Bytes, data: Bytes, sealed: memoryview) -> None:
+        """Encrypt the next record; see `Cipher.seal`."""
+        self._cipher.seal(self._next_nonce(), about, data, sealed)
+
+    def open(self, about: Bytes, sealed: memoryview, data: memoryview) -> None:
+        """Decrypt the next record; see `Cipher.open`."""
+        self._cipher.open(self._next_nonce(), about, sealed, data)
+
+    def _next_nonce(self) -> bytes:
+        number = self._records
+        if number and number % RECORDS_PER_KEY == 0:
+            self._key = hmac.digest(self._key, self._label + b" next", "sha256")
+            self._cipher = self._implementation(self._key, self._seals)
+        self._records = number + 1
+        return _pack_nonce(number)
 
 
 def is_available() -> bool:
@@ -82,11 +134,10 @@ def is_available() -> bool:
     return _fastest() is not None
 
 
-def make_cipher(key: bytes, seals: bool) -> Cipher:
-    """Return a cipher for one direction of one connection."""
-    implementation = _fastest()
-    assert implementation is not None
-    return implementation(key, seals)
+@functools.cache
+def has_package() -> bool:
+    """Return whether this process can use `PackageCipher`."""
+    return _package() is not None and _works(PackageCipher)
 
 
 class PackageCipher(Cipher):
@@ -98,10 +149,10 @@ class PackageCipher(Cipher):
         self._cipher: Any = package.cipher(key)
         self._invalid_tag = package.invalid_tag
 
-    def seal(self, nonce: bytes, about: bytes, data: memoryview, sealed: memoryview) -> None:
+    def seal(self, nonce: bytes, about: Bytes, data: Bytes, sealed: memoryview) -> None:
         self._cipher.encrypt_into(nonce, data, about, sealed)
 
-    def open(self, nonce: bytes, about: bytes, sealed: memoryview, data: memoryview) -> None:
+    def open(self, nonce: bytes, about: Bytes, sealed: memoryview, data: memoryview) -> None:
         try:
             self._cipher.decrypt_into(nonce, sealed, about, data)
         except self._invalid_tag:
@@ -126,23 +177,23 @@ class LibraryCipher(Cipher):
         if context:
             self._library.EVP_CIPHER_CTX_free(context)
 
-    def seal(self, nonce: bytes, about: bytes, data: memoryview, sealed: memoryview) -> None:
-        target, size = _address_of(sealed), data.nbytes
+    def seal(self, nonce: bytes, about: Bytes, data: Bytes, sealed: memoryview) -> None:
+        target, size = _address_of(sealed), len(data)
         self._process(nonce, about, _address_of(data), target, size)
         _check(self._end())
         _check(self._library.EVP_CIPHER_CTX_ctrl(self._context, _GET_TAG, TAG_BYTES, target + size))
 
-    def open(self, nonce: bytes, about: bytes, sealed: memoryview, data: memoryview) -> None:
+    def open(self, nonce: bytes, about: Bytes, sealed: memoryview, data: memoryview) -> None:
         source, size = _address_of(sealed), data.nbytes
         self._process(nonce, about, source, _address_of(data), size)
         _check(self._library.EVP_CIPHER_CTX_ctrl(self._context, _SET_TAG, TAG_BYTES, source + size))
         if self._end() != 1:
             raise TagError("a message was changed on its way")
 
-    def _process(self, nonce: bytes, about: bytes, source: int, target: int, size: int) -> None:
+    def _process(self, nonce: bytes, about: Bytes, source: int, target: int, size: int) -> None:
         library, context, count = self._library, self._context, self._count
         _check(library.EVP_CipherInit_ex(context, None, None, None, nonce, _KEEP))
-        _check(library.EVP_CipherUpdate(context, None, count, about, len(about)))
+        _check(library.EVP_CipherUpdate(context, None, count, bytes(about), len(about)))
         _check(library.EVP_CipherUpdate(context, target, count, source, size))
 
     def _end(self) -> int:
@@ -155,7 +206,7 @@ def _check(result: int) -> None:
         raise ssl.SSLError("OpenSSL refused to encrypt")
 
 
-def _address_of(memory: memoryview) -> int:
+def _address_of(memory: Bytes) -> int:
     """Return where a buffer is. The caller keeps it alive."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
@@ -202,7 +253,7 @@ def _fastest() -> type[Cipher] | None:
     implementations: list[type[Cipher]] = []
     if _library() is not None and _works(LibraryCipher):
         implementations.append(LibraryCipher)
-    if _package() is not None and _works(PackageCipher):
+    if has_package():
         implementations.append(PackageCipher)
     if len(implementations) == 2:
         without_lock, with_lock = (_seconds(each) for each in implementations)

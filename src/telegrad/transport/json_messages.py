@@ -89,10 +89,10 @@ class JsonStream:
             if size:
                 return size
             set_timeout(self._sock, deadline)
-            received = self._sock.recv(_CHUNK)
+            received = self._sock.recv_into(self._records.get_buffer())
             if not received:
                 return None
-            self._records.feed(memoryview(received))
+            self._records.buffer_updated(received)
             return self._records.read_into(space)
         except RecordError as error:
             raise ProtocolError(str(error)) from None

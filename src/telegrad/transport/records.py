@@ -29,14 +29,13 @@ MAX_RECORD = 1 << 16  # bytes of plaintext of one `MacRecords` record
 _LENGTH = struct.Struct("<I")
 _SEQUENCE = struct.Struct("<Q")
 _TAG = 16  # bytes of a MAC
-_CHUNK = 1 << 16
+_CHUNK = 1 << 17
 _TLS_RECORD = 1 << 14  # bytes
 # RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM. OpenSSL does not change keys itself.
 _RECORDS_PER_KEY = 1 << 23
 _ALERT_TIMEOUT = 1.0  # seconds for the peer to take the reason why it was refused
 
 _CLOSED = "the peer closed the connection during the handshake"
-_UNEXPECTED = "the peer sent data before it was asked for"
 _NO_TLS = (
     "the peer closed the connection during the TLS handshake: if this happens again, give every "
     "worker the same TELEGRAD_TLS"
@@ -52,18 +51,38 @@ class RecordError(Exception):
 class Records(ABC):
     """One connection's encryption and authentication, in both directions."""
 
+    def __init__(self) -> None:
+        # how many bytes the last read has received, until `buffer_updated` accepts them
+        self.received: list[int] = []
+
     @property
     def needs_new_keys(self) -> bool:
         """Whether the keys have encrypted as much as they should: use another connection."""
         return False
 
     @abstractmethod
-    def encode(self, data: bytes | memoryview) -> bytes:
-        """Return the records that carry `data`, in the order of these calls."""
+    def encode(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Return the records that carry `data`, in the order of these calls.
+
+        They are valid until the next call.
+        """
 
     @abstractmethod
+    def get_buffer(self) -> memoryview:
+        """Return memory to receive into. Call it when `read_into` has returned 0."""
+
+    @abstractmethod
+    def buffer_updated(self, count: int) -> None:
+        """Accept the bytes at the start of `get_buffer()`; `read_into` returns what they carry."""
+
     def feed(self, data: memoryview) -> None:
-        """Take received bytes; `read_into` returns what they carry."""
+        """Accept received bytes that are elsewhere, at most as many as there is space for."""
+        space = self.get_buffer()
+        while data.nbytes:
+            count = min(len(space), len(data))
+            space[:count] = data[:count]
+            self.buffer_updated(count)
+            space, data = self.get_buffer(), data[count:]
 
     @abstractmethod
     def read_into(self, space: memoryview) -> int:
@@ -73,11 +92,17 @@ class Records(ABC):
         """
 
     @abstractmethod
-    def check_nothing_received(self) -> None:
-        """Raise `ProtocolError` if bytes were received that `read_into` has not returned.
+    def take_unread(self) -> bytes:
+        """Return received bytes that `read_into` has not opened. They are of other records.
 
-        After this the connection may carry something else.
+        Call this when the connection changes to other records. Raise `ProtocolError` if there is
+        data that `read_into` has not returned.
         """
+
+    @staticmethod
+    def _check_read(has_data: bool) -> None:
+        if has_data:
+            raise ProtocolError("the peer sent data before it was asked for")
 
 
 class MacRecords(Records):
@@ -88,12 +113,14 @@ class MacRecords(Records):
     """
 
     def __init__(self, session_key: bytes, server_side: bool) -> None:
+        super().__init__()
         keys = [
             hmac.digest(session_key, label, "sha256")
             for label in (b"client to server", b"server to client")
         ]
         self._send_key, self._receive_key = reversed(keys) if server_side else keys
         self._sent = self._received = 0  # records
+        self._chunk = memoryview(bytearray(_CHUNK))
         self._input = bytearray()
         self._data = memoryview(b"")  # verified data that was not read yet
 
@@ -106,8 +133,11 @@ class MacRecords(Records):
             self._sent += 1
         return b"".join(parts)
 
-    def feed(self, data: memoryview) -> None:
-        self._input += data
+    def get_buffer(self) -> memoryview:
+        return self._chunk
+
+    def buffer_updated(self, count: int) -> None:
+        self._input += self._chunk[:count]
 
     def read_into(self, space: memoryview) -> int:
         if not self._data and not self._next_record():
@@ -117,9 +147,10 @@ class MacRecords(Records):
         self._data = self._data[count:]
         return count
 
-    def check_nothing_received(self) -> None:
-        if self._input or self._data:
-            raise ProtocolError(_UNEXPECTED)
+    def take_unread(self) -> bytes:
+        self._check_read(bool(self._data))
+        unread, self._input = bytes(self._input), bytearray()
+        return unread
 
     def _next_record(self) -> bool:
         """Verify the next record, if it is complete, and let `_data` be its content."""
@@ -149,9 +180,11 @@ class TlsRecords(Records):
     """The records of a TLS connection, and its handshake over a blocking socket."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
+        super().__init__()
         self._sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._chunk = memoryview(bytearray(_CHUNK))
         self._lock = threading.Lock()
         self._encoded = 0  # records
 
@@ -167,9 +200,12 @@ class TlsRecords(Records):
                 written += self.tls.write(memoryview(data)[written:])
             return self._outgoing.read()
 
-    def feed(self, data: memoryview) -> None:
+    def get_buffer(self) -> memoryview:
+        return self._chunk
+
+    def buffer_updated(self, count: int) -> None:
         with self._lock:
-            self._incoming.write(data)
+            self._incoming.write(self._chunk[:count])
 
     def read_into(self, space: memoryview) -> int:
         with self._lock:
@@ -183,9 +219,9 @@ class TlsRecords(Records):
             except ssl.SSLError as error:
                 raise RecordError(str(error)) from error
 
-    def check_nothing_received(self) -> None:
-        if self._incoming.pending or self.tls.pending():
-            raise ProtocolError(_UNEXPECTED)
+    def take_unread(self) -> bytes:
+        self._check_read(bool(self.tls.pending()))
+        return self._incoming.read()
 
     # The handshakes, before there are frames
 
@@ -289,7 +325,6 @@ class RecordStream:
     def __init__(self, sock: socket.socket, records: Records) -> None:
         self.sock = sock
         self._records = records
-        self._chunk = memoryview(bytearray(_CHUNK))
 
     def sendall(self, data: bytes | memoryview) -> None:
         """Send data."""
@@ -305,10 +340,10 @@ class RecordStream:
             except RecordError as error:
                 raise ProtocolError(f"a connection failed: {error}") from None
             if not size:
-                received = self.sock.recv_into(self._chunk)
+                received = self.sock.recv_into(self._records.get_buffer())
                 if not received:
                     raise ConnectionError("the peer closed the connection")
-                self._records.feed(self._chunk[:received])
+                self._records.buffer_updated(received)
             memory = memory[size:]
 
 

@@ -107,6 +107,7 @@ class AuthenticatedSocket(NamedTuple):
     records: Records | None  # of a TCP connection
     session_key: bytes  # that only the two ends know; with TLS, it has forward secrecy
     encrypted: bool
+    server_side: bool
 
 
 def authenticate(
@@ -128,7 +129,9 @@ def authenticate(
     try:
         if sock.family == socket.AF_UNIX:
             result = _run(PlainStream(sock), make_steps(b""), deadline)
-            return AuthenticatedSocket(sock, result.peer, None, result.session_key, False)
+            return AuthenticatedSocket(
+                sock, result.peer, None, result.session_key, False, server_side
+            )
         # Nagle's algorithm would delay the short messages of the handshake by 40 ms each.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:
@@ -139,12 +142,13 @@ def authenticate(
             PlainStream(sock).send(token, deadline)
         if not tls.enabled:
             peer, key = _run(PlainStream(sock), make_steps(b""), deadline)
-            return AuthenticatedSocket(sock, peer, MacRecords(key, server_side), key, False)
+            plain = MacRecords(key, server_side)
+            return AuthenticatedSocket(sock, peer, plain, key, False, server_side)
         records = TlsRecords(sock, tls.context(server_side), server_side)
         records.shake_hands(deadline)
         binding = tls.binding(records.tls, server_side)
         peer, key = _run(records, make_steps(binding), deadline)
-        return AuthenticatedSocket(sock, peer, records, key, True)
+        return AuthenticatedSocket(sock, peer, records, key, True, server_side)
     except TimeoutError:
         sock.close()
         raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None

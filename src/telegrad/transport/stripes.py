@@ -24,7 +24,6 @@ the bandwidth of those without, on the same cores. Who needs it can use TLS.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import socket
 import struct
@@ -43,9 +42,7 @@ PULL, DONE, DESCRIBE, CHECK = 1, 2, 3, 4  # operations
 OK, REFUSED = 1, 2  # statuses; REFUSED: there is no such registration or chunk
 
 # It stays in the cache of a core between two steps, such as receiving it and decrypting it.
-RECORD = 1 << 19
-_RECORDS_PER_KEY = 1 << 19  # 256 GB; RFC 8446 permits 2 ** 24.5 records of 16 KB, 380 GB
-_NONCE = struct.Struct(">4xQ")
+RECORD = 1 << 19  # at most; see `aead.RECORDS_PER_KEY`
 _PLACE = struct.Struct("<Q")
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _WAITALL = int(socket.MSG_WAITALL)
@@ -141,35 +138,13 @@ class RecordStripe(Stripe):
         self._stream.receive(memory)
 
 
-class _Direction:
-    """The keys and the number of records of one direction of a stripe."""
-
-    def __init__(self, session_key: bytes, label: bytes, seals: bool) -> None:
-        self._seals = seals
-        self._key = hmac.digest(session_key, b"telegrad bulk " + label, "sha256")
-        self._records = 0
-        self._cipher = aead.make_cipher(self._key, seals)
-
-    def next_record(self) -> tuple[aead.Cipher, bytes]:
-        """Return the cipher and the nonce of the next record."""
-        if self._records and self._records % _RECORDS_PER_KEY == 0:
-            self._key = hmac.digest(self._key, b"telegrad bulk next", "sha256")
-            self._cipher = aead.make_cipher(self._key, self._seals)
-        nonce = _NONCE.pack(self._records)
-        self._records += 1
-        return self._cipher, nonce
-
-
 class SealedStripe(Stripe):
     """A stripe that is encrypted and authenticated by AES-256-GCM."""
 
     def __init__(self, sock: socket.socket, session_key: bytes, server_side: bool) -> None:
         super().__init__(sock)
-        labels = [b"client to server", b"server to client"]
-        if server_side:
-            labels.reverse()
-        self._sending = _Direction(session_key, labels[0], seals=True)
-        self._receiving = _Direction(session_key, labels[1], seals=False)
+        self._sending = aead.RecordCipher(session_key, b"bulk", server_side, seals=True)
+        self._receiving = aead.RecordCipher(session_key, b"bulk", server_side, seals=False)
         # a record that is being sent or received; as large as the largest record so far
         self._buffer = memoryview(b"")
 
@@ -180,8 +155,7 @@ class SealedStripe(Stripe):
         for start in range(0, view.nbytes, RECORD):
             part = view[start : start + RECORD]
             record = self._space(part.nbytes + aead.TAG_BYTES)
-            cipher, nonce = self._sending.next_record()
-            cipher.seal(nonce, about + _PLACE.pack(offset + start), part, record)
+            self._sending.seal(about + _PLACE.pack(offset + start), part, record)
             self._sock.sendall(record, flags)
 
     def receive(self, memory: memoryview, about: bytes = b"", offset: int = 0) -> None:
@@ -189,9 +163,8 @@ class SealedStripe(Stripe):
             part = memory[start : start + RECORD]
             record = self._space(part.nbytes + aead.TAG_BYTES)
             _fill(self._sock, record)
-            cipher, nonce = self._receiving.next_record()
             try:
-                cipher.open(nonce, about + _PLACE.pack(offset + start), record, part)
+                self._receiving.open(about + _PLACE.pack(offset + start), record, part)
             except aead.TagError as error:
                 raise ProtocolError(f"a bulk connection failed: {error}") from None
 
@@ -210,21 +183,20 @@ def _fill(sock: socket.socket, memory: memoryview) -> None:
         memory = memory[count:]
 
 
-def open_stripe(
-    connection: AuthenticatedSocket, server_side: bool, own_cipher: str | None = None
-) -> Stripe:
+def open_stripe(connection: AuthenticatedSocket, own_cipher: str | None = None) -> Stripe:
     """Return the stripe over a connection whose handshake has ended.
 
     `own_cipher` is the cipher that this side has told; None: that of `cipher`.
     """
-    sock, peer, records, session_key, encrypted = connection
+    sock, records = connection.sock, connection.records
     assert records is not None
-    if not encrypted:
+    if not connection.encrypted:
         return PlainStripe(sock)
     own_cipher = cipher() if own_cipher is None else own_cipher
-    if own_cipher and own_cipher == peer.get("cipher"):
-        records.check_nothing_received()
-        return SealedStripe(sock, session_key, server_side)
+    if own_cipher and own_cipher == connection.peer.get("cipher"):
+        if records.take_unread():
+            raise ProtocolError("the peer sent data before it was asked for")
+        return SealedStripe(sock, connection.session_key, connection.server_side)
     return RecordStripe(RecordStream(sock, records))
 
 

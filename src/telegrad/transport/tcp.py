@@ -22,7 +22,10 @@ State:
   received).
 - `_read_lock` is held while a thread receives from the socket. A socket is closed under it:
   otherwise its number could be given to another one, from which that thread would then receive.
-- `_chunk` and `_should_spin` belong to the reading thread.
+- The memory that is received into (`Records.get_buffer`), `Records.received` and `_should_spin`
+  belong to the reading thread. A signal handler may raise between two operations of Python code. So
+  one C call receives bytes and stores their number; the next reader accepts them if that was not
+  done.
 
 If several locks are taken, then in the order send, receive, `_lock`, read.
 """
@@ -56,7 +59,6 @@ from telegrad.transport.tcp_sender import TcpSender, shut
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind
 from telegrad.wire.handshake import Incarnation
 
-_CHUNK = 1 << 17  # bytes that are received at a time
 _FRAMES_PER_ACKNOWLEDGEMENT = 64
 _BYTES_PER_ACKNOWLEDGEMENT = 1 << 20
 _KEEPALIVE = (
@@ -107,9 +109,8 @@ class TcpChannel(TcpSender):
         self._frames: collections.deque[Frame] = collections.deque()
         self._untold_bytes = 0
         self._peer_closed = False  # it will not resume the channel
-        self._chunk = memoryview(bytearray(_CHUNK))
         _set_options(sock)
-        self._decode_buffered(0)
+        self._decode(records, 0)
 
     def __repr__(self) -> str:
         return (
@@ -143,23 +144,24 @@ class TcpChannel(TcpSender):
             return frames.popleft()
         left = timeout
         while True:
-            sock, generation = self._wait_until_readable(deadline)
+            sock, records, generation = self._wait_until_readable(deadline)
             if frames:
                 return frames.popleft()
             try:
                 with self._read_lock:
                     if left != self._receive_timeout:
                         self._set_receive_timeout(sock, left)
-                    count = sock.recv_into(self._chunk)
+                    if not records.received:
+                        records.received.extend(map(sock.recv_into, (records.get_buffer(),)))
             except BlockingIOError:
                 raise TimeoutError("nothing arrived in time") from None
             except OSError as error:
                 self._connection_ended(error, generation)
                 continue
-            if not count:
+            if not records.received[0]:
                 self._connection_ended(None, generation)
                 continue
-            self._decode(count, generation)
+            self._decode(records, generation)
             if frames:
                 self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
                 return frames.popleft()
@@ -175,7 +177,7 @@ class TcpChannel(TcpSender):
             raise TimeoutError("nothing arrived in time")
         return left
 
-    def _wait_until_readable(self, deadline: float) -> tuple[socket.socket, int]:
+    def _wait_until_readable(self, deadline: float) -> tuple[socket.socket, Records, int]:
         """Wait until the channel is open and no frame is missing its buffers only."""
         self._announce_interruption()
         with self._lock:
@@ -189,7 +191,7 @@ class TcpChannel(TcpSender):
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if self._state is CLOSED and not self._frames:
                 raise ChannelClosed(self._error)
-            return self._socket, self._generation
+            return self._socket, self._records, self._generation
 
     def poll(self, attempts: int) -> bool:
         self._announce_interruption()
@@ -198,12 +200,13 @@ class TcpChannel(TcpSender):
                 raise ChannelClosed(self._error)
             if self._state is INTERRUPTED:
                 return False
-            sock, generation = self._socket, self._generation
-        while True:
+            sock, records, generation = self._socket, self._records, self._generation
+        received = records.received
+        space = memoryview(b"") if received else records.get_buffer()
+        while not received:
             try:
                 with self._read_lock:
-                    count = sock.recv_into(self._chunk, 0, _DONTWAIT)
-                break
+                    received.extend(map(sock.recv_into, (space,), (0,), (_DONTWAIT,)))
             except BlockingIOError:
                 attempts -= 1
                 if not attempts:
@@ -212,10 +215,10 @@ class TcpChannel(TcpSender):
             except OSError as error:
                 self._connection_ended(error, generation)
                 return False
-        if not count:
+        if not received[0]:
             self._connection_ended(None, generation)
             return False
-        self._decode(count, generation)
+        self._decode(records, generation)
         return True
 
     def _connection_ended(self, error: OSError | None, generation: int) -> None:
@@ -225,21 +228,15 @@ class TcpChannel(TcpSender):
             raise ChannelClosed("the peer closed the connection")
         self.interrupt(error or ChannelClosed("the connection was closed"), generation)
 
-    def _decode(self, count: int, generation: int) -> None:
-        """Decode received bytes to frames. `ProtocolError` ends the channel."""
+    def _decode(self, records: Records, generation: int) -> None:
+        """Accept received bytes and decode them to frames. `ProtocolError` ends the channel."""
         self.received_since_heartbeat = True
-        with self._receive_lock:
-            if generation != self._generation:
-                return  # they will be sent again
-            self._records.feed(self._chunk[:count])
-        self._decode_buffered(generation)
-
-    def _decode_buffered(self, generation: int) -> None:
-        """Decode the bytes that `_records` has. `ProtocolError` ends the channel."""
         try:
             with self._receive_lock:
                 if generation != self._generation:
-                    return
+                    return  # they will be sent again
+                if records.received:
+                    records.buffer_updated(records.received.pop())
                 self._decode_records()
         except RecordError as error:
             self.interrupt(error, generation)
