@@ -568,3 +568,29 @@ def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
     assert one.recorder.channel.has_frame()
     one.recorder.watched_events = 0
     loop.close()
+
+
+def test_a_connection_that_is_always_readable_does_not_keep_the_others_waiting(
+    agent: Agent, line: Callable[[], Line]
+) -> None:
+    # nobody leads this loop but this test
+    one, two = line(), line()
+    loop = EventLoop(agent._runtime.threads, agent._runtime.clock)
+    two.recorder.loop = loop
+    loop._connections.add(two.recorder)
+    loop._update_epoll(two.recorder, two.recorder.channel.fileno() or -1, select.EPOLLIN)
+    one.recorder.watched_events = select.EPOLLIN
+    two.send(1)
+    reads = 0
+    while not loop._ready:
+        reads += 1
+        assert reads < 100_000
+        one.send(reads)
+        loop._last_read, loop._is_repeated = one.recorder, True
+        loop._spin()
+        while one.recorder.channel.next_frame() is not None:
+            pass
+    assert list(loop._ready) == [two.recorder]
+    loop._remove(two.recorder)
+    one.recorder.watched_events = 0
+    loop.close()

@@ -25,9 +25,9 @@ led, and the loop ignores requests of a former leader.
 State of an `EventLoop`: `_epoch` counts the hand-overs, under `_lock`. A thread leads while the
 epoch in which it began to lead is the current one; it compares them after each frame. `_busy` is
 True while the leader handles something; only then can the loop be handed over. `_current`,
-`_last_read`, `_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a
-hand-over passes them on, and so it does with `_ready`. `_in_wait` changes under `_lock`. Any thread
-appends to `_posted` and adds to `_deferred`.
+`_last_read`, `_is_repeated`, `_should_spin`, `_poll_all_at`, `_idle_jobs` and `_timers` belong to
+the leader; a hand-over passes them on, and so it does with `_ready`. `_in_wait` changes under
+`_lock`. Any thread appends to `_posted` and adds to `_deferred`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from telegrad.transport.stream import CONTENDED_SECONDS, CORES, SPIN_SECONDS, sp
 _FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
 _POLLS_PER_EPOLL = 16  # polls of the last connection for each poll of all connections
+_POLL_ALL_SECONDS = 0.0002  # after which all connections are polled, however busy the last one is
 _now = time.monotonic
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class EventLoop(ConnectionPoller):
         self._last_read: LoopConnection | None = None
         self._is_repeated = False  # `_last_read` was read twice in succession
         self._should_spin = False  # the last wait was short, so the next one begins with spinning
+        self._poll_all_at = 0.0  # when `_spin` polls all connections before the last one
         self._started = False
         self._closed = False
         self._epoch = 0
@@ -325,7 +327,8 @@ class EventLoop(ConnectionPoller):
         """Poll for bytes for a moment without sleeping. Return True if `_current` is set.
 
         If one connection was read twice in succession, poll mostly that one: a `recv` costs less
-        than a poll of all connections.
+        than a poll of all connections. Its next frame may always arrive before that poll, so after
+        `_POLL_ALL_SECONDS` the others go first.
         """
         if not spin_permit.acquire(blocking=False):
             return False
@@ -335,6 +338,9 @@ class EventLoop(ConnectionPoller):
             # not if it must not be read now
             if not self._is_repeated or last is None or last.watched_events != READ:
                 last = None
+            if now > self._poll_all_at:
+                self._poll_all_at = now + _POLL_ALL_SECONDS
+                self._poll(0)
             while not self._ready and not self._posted:
                 if last is not None and last.channel.poll(_POLLS_PER_EPOLL):
                     self._current = last
