@@ -47,7 +47,8 @@ from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
 CORES = len(os.sched_getaffinity(0))
-SPIN_SECONDS = 0.0002 if CORES >= 8 else 0.0003
+# With many cores, nobody needs the core of a thread that spins, and waking a thread takes longer.
+SPIN_SECONDS = 0.0006 if CORES >= 8 else 0.0003
 CONTENDED_SECONDS = 0.0001  # if a few polls take longer, other threads need this core: stop
 spin_permit = threading.Lock()
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
