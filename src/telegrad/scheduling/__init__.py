@@ -20,6 +20,8 @@ a message to another thread costs more than most calls do. The rules:
    futures that did (`client.multiplexed`).
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
+   If the calls compete for the interpreter lock and finish faster with a lower limit, the limit is
+   lowered (`contention`).
 6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that
    delivers more such calls is not read until there is room (`thread_roles.begin_backpressure`). So
    the back-pressure reaches the caller.

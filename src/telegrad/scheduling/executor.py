@@ -17,13 +17,16 @@ So calls that wait for each other always progress, and calls that compute do not
 The limit never exceeds `max_limit`. When as many calls wait in the queue, `submit` blocks, which is
 back-pressure on the callers.
 
+If the running calls compete for the interpreter lock, the limit may be lower (`contention`).
+
 Threads of the executor have the executor as their `ThreadRole` (`telegrad.thread_roles`).
 
 `SlowCallbacks` has the callbacks of futures that the executor runs because they blocked the event
 loop.
 
 State of a `ThreadPool`: `_idle`, `_count` and `_closed`, under `_lock`. `_alive` is changed by
-single operations. State of an `Executor`: the counters and the queue, under `_lock`.
+single operations. State of an `Executor`: the counters, the queue and the `ContentionControl`,
+under `_lock`.
 `SlowCallbacks` is written by atomic operations of the dict, by the leader of the event loop and by
 threads of the executor; a race loses a sample.
 """
@@ -34,6 +37,7 @@ import collections
 import contextvars
 import functools
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -44,6 +48,7 @@ from telegrad import thread_roles
 from telegrad.errors import InternalError
 from telegrad.messages.remote_functions import MAX_FUNCTIONS
 from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.contention import ContentionControl
 
 Job = Callable[[], None]
 _IDLE_SECONDS = 10.0  # after which an idle thread ends
@@ -217,6 +222,7 @@ class Executor:
         self._queue: collections.deque[Job] = collections.deque()
         self._lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
+        self._contention = ContentionControl()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -282,12 +288,19 @@ class Executor:
         """Run a job, then queued jobs while the limit permits. `job_box`: see `ThreadPool`."""
         job: Job | None = job_box.pop()
         thread_roles.set_role(self)
+        started, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
         while job is not None:
             try:
                 job()
             except BaseException:
                 _log.exception("a call failed in an unexpected way; please report this")
+            began, before = started, usage
+            started, usage = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD)
+            processor_seconds = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
             with self._lock:
+                self._contention.add(
+                    started - began, processor_seconds, usage.ru_nvcsw - before.ru_nvcsw
+                )
                 self._finished += 1
                 job = self._next_job()
                 if job is None:
@@ -356,8 +369,12 @@ class Executor:
             if self._queue and self._finished == self._finished_at_tick:
                 self._limit = min(self._limit * 2, self._max_limit)
                 self._start_queued()
-            elif not self._queue:
+            elif not self._queue and self._active < self._limit:
                 self._limit = self._initial_limit
+            limit = self._contention.limit(self._limit, self._active)
+            if limit != self._limit:
+                self._limit = limit
+                self._start_queued()
             is_active = self._finished_at_tick != self._finished or bool(self._queue)
             self._finished_at_tick = self._finished
             return is_active
