@@ -87,7 +87,7 @@ class _Message:
 
 class _PackingThreadState(threading.local):
     message: _Message | None = None
-    shared_replies: dict[int, SharedReply] | None = None
+    shared_replies: dict[int, SharedMessage] | None = None
 
 
 _local = _PackingThreadState()
@@ -238,18 +238,18 @@ def return_resources(retained: list[Any], answered: bool) -> None:
             each.on_call_ended(answered)
 
 
-# Replies that are equal for several calls
+# Values that several messages carry
 
 
 _SMALL_TYPES = frozenset({int, float, bool, str, type(None)})
 
 
-class SharedReply:
-    """A value that answers several calls.
+class SharedMessage:
+    """A value that several messages carry: replies to several calls, or arguments of several calls.
 
     It is packed once, and its buffers are copied once for all receivers on this host.
 
-    State: `_packed` and `_snapshot` are set by the thread that sends the replies, `_users` is
+    State: `_packed` and `_snapshot` are set by the thread that packs the messages, `_users` is
     changed under `_lock`.
     """
 
@@ -310,7 +310,7 @@ def sharing_replies(values: Sequence[Any]) -> Iterator[None]:
         return
     counts = collections.Counter(map(id, values))
     _local.shared_replies = {
-        key: SharedReply(value)
+        key: SharedMessage(value)
         for key, value in distinct.items()
         if counts[key] > 1 and type(value) not in _SMALL_TYPES
     }
@@ -322,7 +322,7 @@ def sharing_replies(values: Sequence[Any]) -> Iterator[None]:
         _local.shared_replies = None
 
 
-def shared_reply_for(value: Any) -> SharedReply | None:
-    """Return the `SharedReply` of a value in a block of `sharing_replies`."""
+def shared_reply_for(value: Any) -> SharedMessage | None:
+    """Return the `SharedMessage` of a value in a block of `sharing_replies`."""
     shared_replies = _local.shared_replies
     return None if shared_replies is None else shared_replies.get(id(value))

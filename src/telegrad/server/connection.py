@@ -45,7 +45,7 @@ from telegrad.messages.device_routes import ANY_DEVICE, DeviceRoute, reply_route
 from telegrad.messages.packing import (
     MessageContext,
     ReceivedResource,
-    SharedReply,
+    SharedMessage,
     pack,
     shared_reply_for,
     unpack,
@@ -143,7 +143,7 @@ class ReplyingConnection(LoopConnection):
         epoch: int = 0,
         exclusive: bool = False,
         received: Sequence[ReceivedResource] = (),
-        shared: SharedReply | None = None,
+        shared: SharedMessage | None = None,
     ) -> None:
         """Send a reply. The leader of `loop` sends the small replies to one peer together.
 
@@ -199,7 +199,7 @@ class ReplyingConnection(LoopConnection):
         function: ServedFunction,
         body: bytes,
         buffers: list[memoryview],
-        shared: SharedReply,
+        shared: SharedMessage,
     ) -> None:
         """Send one of several large replies on a thread of its own.
 
@@ -661,7 +661,7 @@ class ServerConnection(ReplyingConnection):
         self._deferred[call_id] = value
         scope = current_scope.get()
 
-        def reply(done: Any, shared: SharedReply | None = None) -> None:
+        def reply(done: Any, shared: SharedMessage | None = None) -> None:
             if self._deferred.pop(call_id, None) is None:
                 return  # cancelled
             call.answered_at = _now()

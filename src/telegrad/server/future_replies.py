@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.messages.packing import SharedReply
+from telegrad.messages.packing import SharedMessage
 
-Reply = Callable[[Any, SharedReply | None], None]
+Reply = Callable[[Any, SharedMessage | None], None]
 _ATTRIBUTE = "_telegrad_waiters"
 _lock = threading.Lock()
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class FutureReplies:
         shared = None
         if len(replies) > 1:
             try:
-                shared = SharedReply(done.value())
+                shared = SharedMessage(done.value())
             except BaseException as error:  # each of the calls fails with it
                 _log.debug("%d calls fail together: %s", len(replies), type(error))
         try:
