@@ -50,7 +50,7 @@ from telegrad.group.membership import Directory, Member, WorkerInfo, check_name
 from telegrad.group.secret import group_key
 from telegrad.group.signed_store import Store
 from telegrad.messages.device_routes import DeviceRoute
-from telegrad.messages.packing import MessageContext
+from telegrad.messages.packing import MessageContext, SharedArguments
 from telegrad.messages.remote_functions import Function, FunctionRegistry, describe
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scalars import ScalarLog
@@ -364,16 +364,18 @@ class AgentRuntime:
         timeout: Any = DEFAULT,
         internal: bool = False,
         keep: object = None,
+        shared: SharedArguments | None = None,
     ) -> Future[Any]:
         """Run a function on another worker and return a future at once.
 
         `timeout` is in seconds; None: no limit. `shutdown` does not wait for `internal` calls.
-        `keep` is kept alive until the callee has replied.
+        `keep` is kept alive until the callee has replied. `shared`: other workers are called with
+        these arguments, too.
         """
         if thread_state.interceptor is not None and not internal:
             return thread_state.interceptor.start(self, to, function, args, kwargs, timeout, keep)
         future: Future[Any] = Future()
-        self.send(to, function, args, kwargs, timeout, future, internal, keep)
+        self.send(to, function, args, kwargs, timeout, future, internal, keep, shared)
         return future
 
     def send(
@@ -386,6 +388,7 @@ class AgentRuntime:
         listener: CompletionListener,
         internal: bool = False,
         keep: object = None,
+        shared: SharedArguments | None = None,
     ) -> None:
         """Do what `start` does, but complete `listener` instead of a new future."""
         if timeout is DEFAULT:
@@ -400,7 +403,9 @@ class AgentRuntime:
             except PeerLost as error:
                 listener._try_complete(None, error)
                 return
-        peer.multiplexed.submit(function, tuple(args), kwargs, timeout, internal, listener, keep)
+        peer.multiplexed.submit(
+            function, tuple(args), kwargs, timeout, internal, listener, keep, shared
+        )
 
     def has_calls_in_progress(self) -> bool:
         """Return whether a call of a user is in progress here, made or served."""

@@ -38,6 +38,7 @@ from telegrad.errors import (
     as_exception,
 )
 from telegrad.futures import Future
+from telegrad.messages.packing import SharedArguments
 from telegrad.runtime import AgentRuntime
 from telegrad.wire.handshake import Incarnation
 
@@ -187,9 +188,20 @@ class WorkerGroup:
     def submit_all(
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, Future[T]]:
-        """Call `function(*args, **kwargs)` on every member. Return the futures by name."""
+        """Call `function(*args, **kwargs)` on every member. Return the futures by name.
+
+        The arguments are packed once, and large tensors are copied once for all members on one
+        host. Each member may write to what it gets.
+        """
         until = self._deadline()
-        return {name: self._submit(name, until, function, args, kwargs) for name in self._members()}
+        shared = SharedArguments()
+        try:
+            return {
+                name: self._submit(name, until, function, args, kwargs, shared)
+                for name in self._members()
+            }
+        finally:
+            shared.close()
 
     def call_all(
         self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -276,15 +288,14 @@ class WorkerGroup:
         function: Callable[..., T],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        shared: SharedArguments | None = None,
     ) -> Future[T]:
         """Call one member, with the time that is left until the deadline."""
-        agent = self._agent
+        timeout = self._agent._timeout
         if self._has_timeout:
-            agent = agent.with_timeout(
-                None if until is None else max(until - time.monotonic(), _SOON)
-            )
+            timeout = None if until is None else max(until - time.monotonic(), _SOON)
         try:
-            return agent.submit(name, function, *args, **kwargs)
+            return self._agent._runtime.start(name, function, args, kwargs, timeout, shared=shared)
         except JoinError as error:  # the store does not answer, so the worker cannot be found
             failed: Future[T] = Future()
             failed.set_exception(

@@ -37,6 +37,7 @@ from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
 from telegrad.messages.call_scope import CallScope, current_scope
+from telegrad.messages.packing import SharedArguments
 from telegrad.messages.remote_functions import Function, describe
 from telegrad.recorder import CallRecord, FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
@@ -51,6 +52,7 @@ from telegrad.transport.channel import (
     text_of_frame,
 )
 from telegrad.transport.host_image import fill_images
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, message_bytes
 
@@ -236,17 +238,18 @@ class MultiplexedConnection(LoopConnection):
         internal: bool,
         listener: CompletionListener,
         keep: object = None,
+        shared: SharedArguments | None = None,
     ) -> None:
         """Send a call, or queue it until the connection is there. Complete `listener` when it ends.
 
         `internal` calls do not count as calls of a user. `keep` is kept alive until the callee has
-        answered.
+        answered. `shared`: other workers are called with these arguments, too.
         """
         call_id = next(self._call_ids)
         retained: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
         request = self._encode(
-            self._known_functions, function, args, kwargs, retained, scope, False
+            self._known_functions, function, args, kwargs, retained, scope, False, shared
         )
         listener._on_cancel = lambda: self._cancel(call_id)
         started = time.monotonic()
@@ -270,7 +273,8 @@ class MultiplexedConnection(LoopConnection):
             if not internal:
                 self._runtime.calls_made += 1
             if self._queue is None or not self._enqueue(call_id, pending, request, function):
-                self._send(call_id, pending, request, timeout)
+                copies = None if shared is None else shared.copies
+                self._send(call_id, pending, request, timeout, copies)
         except BaseException:
             self.pending.pop(call_id, None)
             raise
@@ -278,13 +282,26 @@ class MultiplexedConnection(LoopConnection):
             self.fail_all()
 
     def _send(
-        self, call_id: int, pending: PendingCall, request: Request, left: float | None
+        self,
+        call_id: int,
+        pending: PendingCall,
+        request: Request,
+        left: float | None,
+        copies: SharedCopies | None = None,
     ) -> None:
         function_id, flags, body, buffers = request
         pending.sent = True
         try:
             self.channel.send(
-                _CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left
+                _CALL,
+                call_id,
+                body,
+                buffers,
+                function_id,
+                encode_timeout(left),
+                flags,
+                left,
+                copies,
             )
         except SendTimeout as error:
             late = timeout_error(

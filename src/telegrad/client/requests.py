@@ -23,7 +23,7 @@ from telegrad.errors import CallTimeout, SerializationError, error_text
 from telegrad.messages import call_scope as scopes
 from telegrad.messages.call_scope import CallScope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
-from telegrad.messages.packing import MessageContext, pack, unpack
+from telegrad.messages.packing import MessageContext, SharedArguments, pack, unpack
 from telegrad.messages.remote_functions import BY_REFERENCE, MAX_FUNCTIONS, Function, describe
 from telegrad.messages.trace_context import append_trace, tracer
 from telegrad.wire.frames import (
@@ -104,15 +104,17 @@ class RequestCodec:
         retained: list[Any],
         scope: CallScope | None,
         exclusive: bool,
+        shared: SharedArguments | None = None,
     ) -> Request:
         """Return a call as the parts of a frame.
 
         What must be kept alive until the callee has answered is added to `retained`. `exclusive`:
         the caller waits and does not write to its tensors meanwhile, so they need no copy.
+        `shared`: the function is called with these arguments on other workers, too.
         """
         try:
             function_id, flags, body, buffers = self._encode(
-                known_functions, function, args, kwargs, retained, exclusive
+                known_functions, function, args, kwargs, retained, exclusive, shared
             )
             scope_data = None if scope is None else scope.follow(self._context)
             if scope_data:
@@ -136,23 +138,29 @@ class RequestCodec:
         kwargs: dict[str, Any] | None,
         retained: list[Any],
         exclusive: bool,
+        shared: SharedArguments | None,
     ) -> Request:
         entry = self._function_table.find(function)
         by_value = self._by_value
         context = self._exclusive_context if exclusive else self._context
         if hasattr(function, ANY_DEVICE_MARK):
             context = context._replace(route=ANY_DEVICE)
-        if entry is None or (by_value and defined_in_main(function)):
-            call = function, args, kwargs or {}
-            body, buffers = pack(context, call, by_value=by_value, retained=retained)
-            return 0, INLINE_FUNCTION, body, buffers
-        function_id, definition = entry
+        is_inline = entry is None or (by_value and defined_in_main(function))
+        value: Any = args
         flags = 0
-        if kwargs:
+        if is_inline:
+            value = function, args, kwargs or {}
+        elif kwargs:
             flags = HAS_KEYWORDS
-            body, buffers = pack(context, (args, kwargs), by_value=by_value, retained=retained)
+            value = args, kwargs
+        if shared is None:
+            body, buffers = pack(context, value, by_value=by_value, retained=retained)
         else:
-            body, buffers = pack(context, args, by_value=by_value, retained=retained)
+            body, buffers = shared.pack(context, value, by_value, retained)
+        if is_inline:
+            return 0, INLINE_FUNCTION, body, buffers
+        assert entry is not None
+        function_id, definition = entry
         if function_id not in known_functions:
             flags |= DEFINES_FUNCTION
             body = len(definition).to_bytes(4, "little") + definition + body

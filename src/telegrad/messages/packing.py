@@ -261,12 +261,17 @@ class SharedMessage:
         self._users = 1
         self._lock = threading.Lock()
 
-    def pack(self, context: MessageContext) -> codec.Encoded:
-        """Encode the value: once for all peers, or for each if the encoding depends on the peer."""
+    def pack(
+        self, context: MessageContext, by_value: bool = False, retained: list[Any] | None = None
+    ) -> codec.Encoded:
+        """Encode the value: once for all peers, or for each if the encoding depends on the peer.
+
+        For a call, `retained` collects what must live until it is answered.
+        """
         if self._packed is not None:
             return self._packed
-        message = _Message(context, None)
-        packed = _pack(message, self.value)
+        message = _Message(context, retained)
+        packed = _pack(message, self.value, by_value)
         if message.depends_on_receiver:
             self.copies = None
         else:
@@ -299,6 +304,34 @@ class SharedMessage:
             last = not self._users
         if last and self.copies is not None:
             self.copies.close()
+
+
+class SharedArguments:
+    """The arguments of a function that one thread calls on several workers.
+
+    They are packed once, and copied once for all of these workers on this host.
+    """
+
+    def __init__(self) -> None:
+        # by whether functions of `__main__` are sent by value, which depends on the peer
+        self._messages: dict[bool, SharedMessage] = {}
+        self.copies: SharedCopies | None = None  # of the message that was packed last
+
+    def pack(
+        self, context: MessageContext, value: Any, by_value: bool, retained: list[Any]
+    ) -> codec.Encoded:
+        """Encode `value`, which contains the arguments; see `SharedMessage.pack`."""
+        message = self._messages.get(by_value)
+        if message is None:
+            message = self._messages[by_value] = SharedMessage(value)
+        packed = message.pack(context, by_value, retained)
+        self.copies = message.copies
+        return packed
+
+    def close(self) -> None:
+        """Leave the copies to their receivers. No more calls may follow."""
+        for message in self._messages.values():
+            message.close()
 
 
 @contextlib.contextmanager
