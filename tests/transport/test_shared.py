@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import mmap
 import os
 import socket
 import threading
@@ -719,3 +720,37 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
 def test_one_receiver_is_admitted_once() -> None:
     copies = SharedCopies()
     assert [copies.is_first_message_to(peer) for peer in ("a", "b", "a")] == [True, True, False]
+
+
+def test_private_pages_are_kept_unless_they_were_written_to() -> None:
+    fd = segments.create_memfd("test", 5 * PAGE, owner := SegmentAllocator(FLOOR, MEGABYTE))
+    sender = mmap.mmap(fd, 5 * PAGE)
+    mapped = segments.MappedSegment(fd)
+    place = BufferLocation(4 * PAGE - 100, offset=PAGE, segment=1)
+    sender[PAGE:] = b"a" * (4 * PAGE)
+    first = mapped.private_view(place)
+    assert bytes(first) == b"a" * first.nbytes
+    if not segments.has_only_file_pages(first):
+        pytest.skip("this kernel does not tell which pages are mapped")
+    sender[PAGE:] = b"b" * (4 * PAGE)
+    second = mapped.private_view(place)
+    assert bytes(second) == b"b" * second.nbytes
+    second[2 * PAGE] = 0
+    assert not segments.has_only_file_pages(second)
+    sender[PAGE:] = b"c" * (4 * PAGE)
+    assert bytes(second[: 2 * PAGE]) == b"c" * (2 * PAGE)
+    assert second[2 * PAGE + 1] == ord("b")  # of the private copy
+    third = mapped.private_view(place)
+    assert bytes(third) == b"c" * third.nbytes
+    assert segments.has_only_file_pages(third)
+    del first, second, third, mapped
+    sender.close()
+    owner.close()
+
+
+def test_pages_that_are_not_mapped_are_not_file_pages() -> None:
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    array = np.frombuffer(memory, np.uint8)
+    assert not segments.has_only_file_pages(array)
+    array[:] = 1
+    assert not segments.has_only_file_pages(array)
