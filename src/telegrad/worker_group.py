@@ -194,11 +194,13 @@ class WorkerGroup:
         host. Each member may write to what it gets.
         """
         until = self._deadline()
+        members = self._members()
+        if len(members) < 2:
+            return {name: self._submit(name, until, function, args, kwargs) for name in members}
         shared = SharedArguments()
         try:
             return {
-                name: self._submit(name, until, function, args, kwargs, shared)
-                for name in self._members()
+                name: self._submit(name, until, function, args, kwargs, shared) for name in members
             }
         finally:
             shared.close()
