@@ -169,7 +169,7 @@ class World:
     """The processes of one entry. They are stopped, except inside of `run`."""
 
     def __init__(self, entry: str) -> None:
-        context = forkserver("torch._dynamo", "telegrad.rpc", "benchmarks.backward")
+        context = forkserver("torch._dynamo", "telegrad.rpc", "benchmarks.results")
         size, port = WORKERS if entry in PACKAGES else 1, free_port()
         self._pipe, far = context.Pipe()
         self._processes = [

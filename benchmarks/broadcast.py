@@ -83,7 +83,7 @@ class Group:
     """The processes of one package, which are stopped while they are not measured."""
 
     def __init__(self, package: str, size: int, megabytes: int) -> None:
-        context = forkserver("telegrad", "telegrad.rpc", "benchmarks.broadcast")
+        context = forkserver("telegrad", "telegrad.rpc", "benchmarks.results")
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []

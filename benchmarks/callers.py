@@ -239,7 +239,7 @@ class World:
     """The processes of one entry."""
 
     def __init__(self, entry: str, callers: int, processes: int, folder: str) -> None:
-        context = forkserver("telegrad", "telegrad.rpc", "benchmarks.callers")
+        context = forkserver("telegrad", "telegrad.rpc", "benchmarks.results")
         self.agents = -(-callers // processes)
         size = 1 + min(callers, processes)
         port = free_port()
