@@ -2,6 +2,7 @@
 
     python -m benchmarks.callers
     python -m benchmarks.callers --callers 1,8,14 --entries telegrad,epoll --rounds 5
+    python -m benchmarks.callers --callers 1,4 --busy 3       on a host with other work
 
 Each caller is a process. It calls a function of a one-element tensor synchronously, or keeps
 several calls in flight. All entries run in turn in every round. `epoll` is the limit of plain
@@ -41,7 +42,7 @@ from torch import Tensor
 from benchmarks import machine, results
 from benchmarks.group import free_port
 from benchmarks.processes import die_with_parent, import_path
-from benchmarks.worlds import forkserver, resume, running, stop
+from benchmarks.worlds import busy_processes, forkserver, resume, running, stop
 from telegrad import Agent
 
 ENTRIES = ("epoll", "telegrad", "torch")
@@ -373,6 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
     parser.add_argument(
+        "--busy", type=int, default=0, help="processes that compute meanwhile: a loaded host"
+    )
+    parser.add_argument(
         "--out",
         type=results.out_file,
         default=Path("build/bench/callers.jsonl"),
@@ -380,9 +384,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("callers", rounds=options.rounds, seconds=options.seconds)
+    run = machine.heading(
+        "callers", rounds=options.rounds, seconds=options.seconds, busy=options.busy
+    )
     lines: list[dict[str, Any]] = []
-    with results.kept(options.out, run, lambda: lines):
+    with results.kept(options.out, run, lambda: lines), busy_processes(options.busy):
         measure(options, lines)
     print(f"\n{table(lines, options.entries)}")
     return 0

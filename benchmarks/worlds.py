@@ -49,6 +49,27 @@ def forkserver(*preload: str) -> ForkServerContext:
     return context
 
 
+def _compute() -> None:
+    die_with_parent()
+    while True:
+        pass
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Let this number of processes occupy a core each inside the block."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_compute) for _ in range(count)]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
 def together(work: Callable[..., None], size: int, *arguments: Any, fresh: bool = False) -> None:
     """Run `work(rank, *arguments)` in `size` processes.
 

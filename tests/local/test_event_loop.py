@@ -20,6 +20,7 @@ from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.server import connection
+from telegrad.spinning import spinning
 from telegrad.testing import LocalCluster
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import ChannelClosed
@@ -553,6 +554,14 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
     )
 
 
+@pytest.fixture
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads spin, however busy the machine is."""
+    monkeypatch.setattr(spinning, "rest_until", 0.0)
+    monkeypatch.setattr(spinning, "lost_core", lambda before, now: False)
+
+
+@pytest.mark.usefixtures("no_rest")
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
     agent: Agent, line: Callable[[], Line]
 ) -> None:
@@ -570,6 +579,7 @@ def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
     loop.close()
 
 
+@pytest.mark.usefixtures("no_rest")
 def test_a_connection_that_is_always_readable_does_not_keep_the_others_waiting(
     agent: Agent, line: Callable[[], Line]
 ) -> None:

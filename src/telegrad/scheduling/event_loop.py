@@ -44,8 +44,8 @@ from telegrad.errors import ProtocolError
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import Job, ThreadPool
 from telegrad.scheduling.poller import READ, WRITE, ConnectionPoller, LoopConnection
+from telegrad.spinning import SPIN_SECONDS, spinning
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.stream import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 
 _FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
@@ -320,7 +320,7 @@ class EventLoop(ConnectionPoller):
         if not self._posted:
             self._poll(timeout)
         self._asleep = False
-        self._should_spin = CORES > 1 and _now() - started < SPIN_SECONDS
+        self._should_spin = spinning.is_worthwhile(started)
         return False
 
     def _spin(self) -> bool:
@@ -330,10 +330,10 @@ class EventLoop(ConnectionPoller):
         than a poll of all connections. Its next frame may always arrive before that poll, so after
         `_POLL_ALL_SECONDS` the others go first.
         """
-        if not spin_permit.acquire(blocking=False):
+        now = _now()
+        if now < spinning.rest_until or not spinning.permit.acquire(blocking=False):
             return False
         try:
-            now = _now()
             last, until = self._last_read, now + SPIN_SECONDS
             # not if it must not be read now
             if not self._is_repeated or last is None or last.watched_events != READ:
@@ -347,7 +347,7 @@ class EventLoop(ConnectionPoller):
                     return True
                 self._poll(0)
                 before, now = now, _now()
-                if now > until or now > before + CONTENDED_SECONDS:
+                if spinning.lost_core(before, now) or now > until:
                     self._should_spin = False
                     return False
                 os.sched_yield()
@@ -356,7 +356,7 @@ class EventLoop(ConnectionPoller):
             last.readable = True  # `_read_current` receives the same error and handles it
             self._enqueue(last)
         finally:
-            spin_permit.release()
+            spinning.permit.release()
         return False
 
     def _poll(self, timeout: float | None) -> None:

@@ -20,7 +20,7 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.scheduling.poller import LoopConnection
-from telegrad.transport.stream import CORES
+from telegrad.spinning import CORES
 
 _MAX_LOOPS = 4
 _log = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ before the next frame; a frame that has not begun is discarded. For that, a send
 call that sends them (`sent_counts.extend(map(send, ...))`). Signal handlers run between two calls
 of Python code, so the number is never lost.
 
-Waking a core that sleeps takes longer than a short call. So a thread whose last message arrived
-soon polls for the next one for `SPIN_SECONDS` before it sleeps in the kernel. At most one thread of
-a process does so at a time: it holds `spin_permit`.
+A thread whose last message arrived soon polls for the next one before it sleeps in the kernel
+(`telegrad.spinning`).
 
 State: `_send_lock` guards the sending side: `_unsent`, `_pending`, `_frame_begun`, and removing
 from `_queue`. Any thread appends to `_queue` and `_deferred`. A thread that finds the lock taken
@@ -28,7 +27,6 @@ import collections
 import enum
 import itertools
 import math
-import os
 import select
 import socket
 import struct
@@ -40,17 +38,13 @@ from collections.abc import Sequence
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.free_threading import snapshot
+from telegrad.spinning import SPIN_SECONDS, spinning, yield_core
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.host_image import fill_images
 from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
-CORES = len(os.sched_getaffinity(0))
-# With many cores, nobody needs the core of a thread that spins, and waking a thread takes longer.
-SPIN_SECONDS = 0.0006 if CORES >= 8 else 0.0003
-CONTENDED_SECONDS = 0.0001  # if a few polls take longer, other threads need this core: stop
-spin_permit = threading.Lock()
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
 # Smaller frames are joined into one buffer: a system call with several buffers costs more.
 _JOIN_BELOW = 1 << 15
@@ -58,7 +52,6 @@ _POLLS_PER_CLOCK_READ = 8  # polls of the socket between two readings of the clo
 _SEND_TIMEOUT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
 _pack = HEADER.pack
 _popleft = collections.deque.popleft
-_yield = os.sched_yield
 _thread_id = threading.get_ident
 _main_thread = threading.main_thread().ident  # signal handlers run on this thread only
 _DONTWAIT = int(socket.MSG_DONTWAIT)
@@ -195,19 +188,21 @@ class SocketChannel(Channel):
     def _spin(self, started: float, poller: select.poll | None = None) -> bool:
         """Poll for bytes for a moment without sleeping. Return True if some arrived.
 
-        Return at once if another thread of this process does so already, and as soon as `poller`
-        finds that a descriptor is readable.
+        Return at once if another thread of this process does so already or has lost its core, and
+        as soon as `poller` finds that a descriptor is readable.
         """
+        if started < spinning.rest_until:
+            return False
         acquired: list[bool] = []
         try:
             # one C call: no signal handler runs between acquiring the lock and recording it
-            acquired.extend(map(spin_permit.acquire, (False,)))
+            acquired.extend(map(spinning.permit.acquire, (False,)))
             if not acquired[0]:
                 return False
             now = started
             while not self.poll(_POLLS_PER_CLOCK_READ):
                 before, now = now, time.monotonic()
-                if now > started + SPIN_SECONDS or now > before + CONTENDED_SECONDS:
+                if spinning.lost_core(before, now) or now > started + SPIN_SECONDS:
                     self._should_spin = False
                     return False
                 if poller is not None and poller.poll(0):
@@ -215,7 +210,7 @@ class SocketChannel(Channel):
             return True
         finally:
             if acquired and acquired[0]:
-                spin_permit.release()
+                spinning.permit.release()
 
     def receive(self) -> bool:
         return self.poll(1)
@@ -448,7 +443,7 @@ class StreamChannel(SocketChannel):
             self.received_since_heartbeat = True
             frame = decoder.next_frame()
             if frame is not None:
-                self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
+                self._should_spin = spinning.is_worthwhile(started)
                 return frame
             if timeout is not None:
                 left = timeout - (time.monotonic() - started)
@@ -474,7 +469,7 @@ class StreamChannel(SocketChannel):
             if timeout is not None:
                 timeout = max(timeout - (time.monotonic() - started), 0.0)
             frame = self.recv(timeout)
-        self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
+        self._should_spin = spinning.is_worthwhile(started)
         return frame
 
     def fileno(self) -> int | None:
@@ -488,9 +483,8 @@ class StreamChannel(SocketChannel):
                 break
             except BlockingIOError:
                 attempts -= 1
-                if not attempts:
+                if not attempts or not yield_core():
                     return False
-                _yield()
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
         if not count:

@@ -34,27 +34,19 @@ from __future__ import annotations
 
 import collections
 import math
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 
 from telegrad.errors import ProtocolError
+from telegrad.spinning import spinning, yield_core
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkTransfer
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.host_image import image_for
 from telegrad.transport.records import RecordError, Records
-from telegrad.transport.stream import (
-    CLOSED,
-    CORES,
-    INTERRUPTED,
-    OPEN,
-    SPIN_SECONDS,
-    no_segments,
-    timeval,
-)
+from telegrad.transport.stream import CLOSED, INTERRUPTED, OPEN, no_segments, timeval
 from telegrad.transport.tcp_sender import TcpSender, shut
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind
 from telegrad.wire.handshake import Incarnation
@@ -163,7 +155,7 @@ class TcpChannel(TcpSender):
                 continue
             self._decode(records, generation)
             if frames:
-                self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
+                self._should_spin = spinning.is_worthwhile(started)
                 return frames.popleft()
             left = self._time_left(deadline)
 
@@ -209,9 +201,8 @@ class TcpChannel(TcpSender):
                     received.extend(map(sock.recv_into, (space,), (0,), (_DONTWAIT,)))
             except BlockingIOError:
                 attempts -= 1
-                if not attempts:
+                if not attempts or not yield_core():
                     return False
-                os.sched_yield()
             except OSError as error:
                 self._connection_ended(error, generation)
                 return False
