@@ -16,9 +16,10 @@ import os
 import threading
 import time
 
-__all__ = ["CORES", "SPIN_SECONDS", "spinning", "yield_core"]
+from telegrad.cores import CORES
 
-CORES = len(os.sched_getaffinity(0))
+__all__ = ["SPIN_SECONDS", "spinning", "yield_core"]
+
 # With many cores, nobody needs the core of a thread that spins, and waking a thread takes longer.
 SPIN_SECONDS = 0.0006 if CORES >= 8 else 0.0003
 _LOST_SECONDS = 0.0001  # a few polls that take longer have lost the core

@@ -15,12 +15,12 @@ import logging
 import threading
 from collections.abc import Iterator
 
+from telegrad.cores import CORES
 from telegrad.free_threading import has_gil
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.scheduling.poller import LoopConnection
-from telegrad.spinning import CORES
 
 _MAX_LOOPS = 4
 _log = logging.getLogger(__name__)

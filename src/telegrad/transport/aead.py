@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hmac
-import os
 import ssl
 import struct
 import time
@@ -29,6 +28,8 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from telegrad.cores import CORES
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 # RFC 8446 permits 2 ** 24.5 records of 16 KB with one key, 380 GB. Records have at most 512 KB
@@ -40,7 +41,7 @@ _GET_TAG, _SET_TAG = 0x10, 0x11  # EVP_CTRL_AEAD_...
 _KEEP = -1  # the direction of the context stays
 # Threads that can encrypt at the same time: one per core, and per stripe by default. A cipher that
 # holds the interpreter lock must be faster than all of them together to be used.
-_THREADS = min(len(os.sched_getaffinity(0)), 4)
+_THREADS = min(CORES, 4)
 _TRIAL = 1 << 17  # bytes, to compare speeds
 _pack_nonce = struct.Struct(">4xQ").pack
 

@@ -53,6 +53,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from telegrad.cores import CORES
 from telegrad.errors import ProtocolError
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.sockets import AuthenticatedSocket
@@ -91,7 +92,7 @@ class _CopyThreads:
     """The threads of this process that copy."""
 
     def __init__(self) -> None:
-        self.count = min(len(os.sched_getaffinity(0)) // 2, _MAX_THREADS)
+        self.count = min(CORES // 2, _MAX_THREADS)
         self._pool: ThreadPoolExecutor | None = None
         self._process_id = 0
 
