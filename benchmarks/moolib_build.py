@@ -27,7 +27,9 @@ ${TorchPath}/lib/libtorch.so;${TorchPath}/lib/libtorch_cpu.so;${TorchPath}/lib/l
 """,
     "add_subdirectory(third_party/pybind11)": """
 execute_process(COMMAND python -c "import sys; print(sys.executable, end='')" OUTPUT_VARIABLE
-Python_EXECUTABLE) set(PYBIND11_FINDPYTHON ON) find_package(pybind11 CONFIG REQUIRED)
+Python_EXECUTABLE)
+set(PYBIND11_FINDPYTHON ON)
+find_package(pybind11 CONFIG REQUIRED)
 """,
     'COMPILE_FLAGS "${TORCH_CXX_FLAGS}")': """COMPILE_FLAGS "-std=gnu++20")
 set_target_properties(tensor PROPERTIES CXX_STANDARD 20)""",
