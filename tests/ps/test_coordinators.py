@@ -9,9 +9,9 @@ import pytest
 from telegrad import ps
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
+from telegrad.ps.server.clock_coordinator import ClockCoordinator
 from telegrad.ps.server.coordinator import (
     AnswerVote,
-    ClockCoordinator,
     Decision,
     FailReport,
     MakeStep,
@@ -21,7 +21,7 @@ from telegrad.ps.server.coordinator import (
     StepReport,
     UndoStep,
 )
-from telegrad.ps.server.round_coordinator import LeaderCoordinator
+from telegrad.ps.server.round_agreement import LeaderCoordinator
 
 
 def report(trainer: str, step: int, version: int = 0) -> StepReport:

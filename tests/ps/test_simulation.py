@@ -10,7 +10,7 @@ import pytest
 from telegrad import ps
 from telegrad.futures import Future
 from telegrad.ps.server.coordinator import RoundVote
-from telegrad.ps.server.round_coordinator import LeaderCoordinator
+from telegrad.ps.server.round_agreement import LeaderCoordinator
 from tests.ps.simulated_processes import Model
 from tests.ps.simulation import Simulation
 

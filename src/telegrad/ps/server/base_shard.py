@@ -37,10 +37,10 @@ from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.messages import PushReply, Steps
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.clock_coordinator import ClockCoordinator
 from telegrad.ps.server.coordinator import (
     AdmitTrainer,
     AnswerVote,
-    ClockCoordinator,
     Coordinator,
     Decision,
     FailReport,
@@ -51,11 +51,8 @@ from telegrad.ps.server.coordinator import (
     StepReport,
     UndoStep,
 )
-from telegrad.ps.server.round_coordinator import (
-    FollowerCoordinator,
-    LeaderCoordinator,
-    RoundCoordinator,
-)
+from telegrad.ps.server.round_agreement import FollowerCoordinator, LeaderCoordinator
+from telegrad.ps.server.round_coordinator import RoundCoordinator
 
 _log = logging.getLogger(__name__)
 
