@@ -46,7 +46,8 @@ class MappedMemory:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, PAGE + nbytes)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._counter = whole[_TOKEN : _TOKEN + 8].view(torch.int64)
+        # one integer; a tensor would take microseconds to read or write
+        self.counter = memoryview(self._map)[_TOKEN : _TOKEN + 8].cast("q")
         self.contents: Tensor = whole[PAGE:]
 
     def tensor_at(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -60,14 +61,6 @@ class MappedMemory:
     @property
     def token(self) -> bytes:
         return self._map[:_TOKEN]
-
-    @property
-    def counter(self) -> int:
-        return int(self._counter)
-
-    @counter.setter
-    def counter(self, value: int) -> None:
-        self._counter.fill_(value)
 
 
 class SharedMemory(MappedMemory):

@@ -269,7 +269,7 @@ class ParameterShard(BaseShard):
         for payload in payloads:
             self._optimizer.change(payload.changes)
         if self._memory is not None and self._all_report:
-            self._memory.counter = self.version + 1
+            self._memory.counter[0] = self.version + 1
         for payload in payloads:
             for position, values in payload.written.items():
                 self._range.parts[position].of(self._values).copy_(values)
@@ -320,7 +320,7 @@ class ParameterShard(BaseShard):
     def _publish(self) -> None:
         if self._memory is None:
             return
-        self._memory.counter = self.version
+        self._memory.counter[0] = self.version
         if self._all_report or not self._shared_gradients:
             return
         nbytes = self._range.nbytes

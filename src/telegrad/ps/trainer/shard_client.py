@@ -310,7 +310,7 @@ class ShardClient(ServerClient[ShardSpec]):
             published = self._server_memory.contents[start : start + nbytes]
             self._published[start] = self._flat.part_views(self.spec.server_range, published)
         self._flat.write_values(self.spec.server_range, self._published[start])
-        return self._server_memory.counter < version + copies
+        return self._server_memory.counter[0] < version + copies
 
     # The optimizer's state
 
