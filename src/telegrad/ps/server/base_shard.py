@@ -59,10 +59,6 @@ _log = logging.getLogger(__name__)
 Action = Callable[[], None]
 
 
-def _ignore_step(version: int, reports: int, seconds: float) -> None:
-    """Stand for `BaseShard.on_step` of a shard that is in no registry."""
-
-
 class ServerRole(NamedTuple):
     """The role of a server among those that hold shards of the same model or tables."""
 
@@ -107,7 +103,8 @@ class BaseShard(ABC):
         self._coordinator = make_coordinator(consistency, trainers, role, exact)
         self._saved_version = -1  # the last version that was given to the archive
         self._staleness: dict[str, int] = {}  # of the last step of each trainer
-        self.on_step: Callable[[int, int, float], None] = _ignore_step
+        # takes seconds, `version` and `reports` of each step, once the shard is in a registry
+        self.record_step: Callable[..., None] | None = None
 
     @property
     def version(self) -> int:
@@ -311,7 +308,9 @@ class BaseShard(ABC):
             self._save_if_due()
         except Exception as problem:
             error = error or problem
-        self.on_step(self.version, len(reports), time.monotonic() - started)
+        if self.record_step is not None:
+            seconds = time.monotonic() - started
+            self.record_step(seconds, version=self.version, reports=len(reports))
         return self._coordinator.step_finished(error)
 
     def _undo_step(self, version: int) -> list[Decision]:

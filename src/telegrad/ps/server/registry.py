@@ -70,12 +70,7 @@ class ShardRegistry:
 
     def add(self, key: str, shard: BaseShard) -> None:
         """Add a shard. The caller holds `lock`."""
-        record = self.runtime.recorder.add_event
-
-        def on_step(version: int, reports: int, seconds: float) -> None:
-            record("round", seconds, shard=key, version=version, reports=reports)
-
-        shard.on_step = on_step
+        shard.record_step = partial(self.runtime.recorder.add_event, "round", shard=key)
         self._shards[key] = shard
 
     def report(self) -> list[dict[str, Any]]:

@@ -188,6 +188,11 @@ def _key(name: str) -> str:
     return f"parameter server {name!r}"
 
 
+def _find(name: str) -> ParameterShard:
+    """Return the shard of a parameter server here. Raise `StaleReference` if there is none."""
+    return ShardRegistry.here().find(_key(name), ParameterShard)
+
+
 def _available(device: str) -> str:
     """Return the device of the trainers if this worker has it, or else "cpu"."""
     wanted = torch.device(device)
@@ -229,7 +234,7 @@ def recreate(spec: ShardSpec) -> None:
 @trusted
 def has_member(name: str, trainer: str) -> bool:
     """Return whether a trainer takes part here."""
-    return ParameterShards.here().find(name).has_member(trainer)
+    return _find(name).has_member(trainer)
 
 
 @trusted
@@ -279,7 +284,7 @@ def rejoin(
 @allow_any_device
 def stage_gradients(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
     """Receive buckets of gradients before the trainer reports the step that they belong to."""
-    ParameterShards.here().find(name).stage_gradients(trainer, step, pieces)
+    _find(name).stage_gradients(trainer, step, pieces)
 
 
 @trusted
@@ -297,7 +302,7 @@ def push(
     written: dict[int, Tensor] | None = None,
 ) -> Any:
     """Receive the report of a step. Reply when the trainer may continue."""
-    shard = ParameterShards.here().find(name)
+    shard = _find(name)
     arguments = (changes, gradients, by_value, missing, skip, written)
     return value_or_deferred(shard.push(trainer, step, version, *arguments))
 
@@ -312,18 +317,18 @@ def leave(name: str, trainer: str) -> None:
 @allow_any_device
 def pull(name: str) -> PushReply:
     """Return the current values."""
-    return ParameterShards.here().find(name).pull()
+    return _find(name).pull()
 
 
 @trusted
 @allow_any_device
 def state(name: str) -> list[State]:
     """Return the optimizer state of each part of this server's range."""
-    return ParameterShards.here().find(name).state()
+    return _find(name).state()
 
 
 @trusted
 @allow_any_device
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
     """Set the optimizer state of whole parameters, by index."""
-    ParameterShards.here().find(name).load(states, changes)
+    _find(name).load(states, changes)
