@@ -78,7 +78,9 @@ def make_coordinator(
         return ClockCoordinator(consistency, trainers)
     if role.send_vote is not None:
         return FollowerCoordinator(consistency, trainers, exact, role.incarnation)
-    return LeaderCoordinator(consistency, trainers, exact, role.followers)
+    if role.followers:
+        return LeaderCoordinator(consistency, trainers, exact, role.followers)
+    return RoundCoordinator(consistency, trainers, exact)
 
 
 class BaseShard(ABC):

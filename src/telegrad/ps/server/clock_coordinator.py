@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from telegrad.errors import StaleReference
 from telegrad.ps.consistency import Consistency, Stale
 from telegrad.ps.messages import Steps
 from telegrad.ps.server.coordinator import (
+    UNKNOWN_TRAINER,
     Coordinator,
     Decision,
     FailReport,
@@ -76,7 +78,8 @@ class ClockCoordinator(Coordinator):
         return self.advance()
 
     def report(self, report: StepReport) -> list[Decision]:
-        self.require_member(report.trainer)
+        if report.trainer not in self.members:
+            raise StaleReference(UNKNOWN_TRAINER)
         # The trainer repeats the step because the first reply was lost.
         if report.step <= self.applied.get(report.trainer, 0):
             return [ReplyToReport(report)]
@@ -107,7 +110,8 @@ class ClockCoordinator(Coordinator):
         ready = [report for report in self._reports.values() if self._may_continue(report.trainer)]
         for report in ready:
             del self._reports[report.trainer]
-        return [*self._admit(), *map(ReplyToReport, ready)]
+        admitted = self._admit() if self._joining else []
+        return [*admitted, *map(ReplyToReport, ready)]
 
     def _clock(self, trainer: str) -> int:
         return self._start_clocks[trainer] + self.applied.get(trainer, 0)

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 from telegrad.errors import StaleReference
 from telegrad.ps.messages import Steps, worker_of
 
+UNKNOWN_TRAINER = "this server does not know the trainer"
+
 
 class StepReport(NamedTuple):
     """A step that a trainer reports to a server, and the call that waits for the reply."""
@@ -163,7 +165,7 @@ class Coordinator(ABC):
     def require_member(self, trainer: str) -> None:
         """Raise `StaleReference` if the trainer is not a member."""
         if trainer not in self.members:
-            raise StaleReference("this server does not know the trainer")
+            raise StaleReference(UNKNOWN_TRAINER)
 
     @abstractmethod
     def announce(self, trainer: str) -> int:

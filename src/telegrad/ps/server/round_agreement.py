@@ -1,8 +1,8 @@
 """How several servers agree on the reports of each round of `Sync`.
 
-`LeaderCoordinator` runs on the first of several servers, or on the only one. The leader collects
-the votes of its followers and decides for all servers. It answers the votes before it makes its own
-step, so that all servers make their step at the same time.
+`LeaderCoordinator` runs on the first of several servers. The leader collects the votes of its
+followers and decides for all servers. It answers the votes before it makes its own step, so that
+all servers make their step at the same time.
 
 | state of the servers in this round | decision |
 |---|---|
@@ -68,9 +68,9 @@ class LeaderCoordinator(RoundCoordinator):
     """Decide each round for this server and its followers."""
 
     def __init__(
-        self, consistency: Sync, trainers: int, exact: bool, followers: Sequence[str] = ()
+        self, consistency: Sync, trainers: int, exact: bool, followers: Sequence[str]
     ) -> None:
-        super().__init__(consistency, trainers, exact, two_phases=exact and bool(followers))
+        super().__init__(consistency, trainers, exact, two_phases=exact)
         self._votes: dict[str, RoundVote | None] = dict.fromkeys(followers)  # the last of each
         self._open_votes: list[_OpenVote] = []
 
@@ -117,7 +117,7 @@ class LeaderCoordinator(RoundCoordinator):
         if steps is None:
             return decisions
         if not steps:
-            return decisions + self._skip_empty_round()
+            return decisions + self._skip_round()
         # A late vote of a lost follower may have replaced the vote of its next incarnation, which
         # does not have all reports.
         able = [each.vote for each in self._open_votes if steps.keys() <= each.vote.reports.keys()]
@@ -177,15 +177,14 @@ class LeaderCoordinator(RoundCoordinator):
             decisions.append(UndoStep(self.round))
         return decisions
 
-    def _skip_empty_round(self) -> list[Decision]:
-        """Go to the next round that has a trainer, if no server can have made a step of this one.
+    def _skip_round(self) -> list[Decision]:
+        """Skip this round if no server can have made a step of it.
 
         A follower that is ahead has not: this server skipped the round before it was restarted.
         """
         if self._two_phases and not all(map(self._allows_skip, self._votes.values())):
             return []
-        self._start_round(min(self._first_round.values()))
-        return [*self._reply_to_outdated_reports(), *self.advance()]
+        return super()._skip_round()
 
     def _allows_skip(self, vote: RoundVote | None) -> bool:
         if vote is None or vote.round < self.round:

@@ -1,8 +1,8 @@
 """`RoundCoordinator`: decide for `Sync`, in rounds.
 
 Round n turns version n of the parameters into version n + 1. Reports of a round are collected until
-the round is complete; then the servers agree on its reports (`round_agreement`), make the step and
-reply.
+the round is complete. Then a single server makes the step and replies; several servers first agree
+on the reports of the step (`round_agreement`).
 
 | state of the round | `unconfirmed` | left by |
 |---|---|---|
@@ -27,7 +27,6 @@ seen the new version, and it can be undone.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +34,7 @@ from telegrad.errors import StaleReference
 from telegrad.ps.consistency import Sync
 from telegrad.ps.messages import Steps
 from telegrad.ps.server.coordinator import (
+    UNKNOWN_TRAINER,
     Coordinator,
     Decision,
     FailReport,
@@ -46,15 +46,17 @@ from telegrad.ps.server.coordinator import (
 
 
 class RoundCoordinator(Coordinator):
-    """Collect the reports of each round, make its step, and reply."""
+    """Collect the reports of each round, make its step, and reply. For a single server."""
 
-    def __init__(self, consistency: Sync, trainers: int, exact: bool, two_phases: bool) -> None:
+    def __init__(
+        self, consistency: Sync, trainers: int, exact: bool, two_phases: bool = False
+    ) -> None:
         super().__init__(trainers)
         self.round = 0
         # the reports of this round, while its step is made and not confirmed
         self.unconfirmed: Steps | None = None
         self.expected: set[str] = set()
-        # the vote of a follower that has no answer yet; always None on the leader
+        # the vote of a follower that has no answer yet; None on other servers
         self.pending_vote: RoundVote | None = None
         # restored from a checkpoint, and other servers may have finished rounds after it
         self.may_be_behind = False
@@ -137,7 +139,8 @@ class RoundCoordinator(Coordinator):
         return self.advance()
 
     def report(self, report: StepReport) -> list[Decision]:
-        self.require_member(report.trainer)
+        if report.trainer not in self.members:
+            raise StaleReference(UNKNOWN_TRAINER)
         unconfirmed = self.unconfirmed or {}
         applied = report.step <= self.applied.get(report.trainer, 0)
         # The trainer repeats the step because the first reply was lost.
@@ -171,12 +174,23 @@ class RoundCoordinator(Coordinator):
     # Steps
 
     def advance(self) -> list[Decision]:
-        admitted = self._admit()
+        admitted = self._admit() if self._joining else []
         return [*admitted, *self._agree()]
 
-    @abstractmethod
     def _agree(self) -> list[Decision]:
-        """Agree with the other servers on the current round, as far as possible now."""
+        """Make the step of the round if it is complete.
+
+        With several servers, agree with the others on the round, as far as possible now.
+        """
+        steps = self._complete_steps()
+        if steps is None:
+            return []
+        return self._make_step(steps, confirm_at_once=False) if steps else self._skip_round()
+
+    def _skip_round(self) -> list[Decision]:
+        """Go to the next round that has a trainer."""
+        self._start_round(min(self._first_round.values()))
+        return [*self._reply_to_outdated_reports(), *self.advance()]
 
     def _may_start(self, first: int) -> bool:
         return self.unconfirmed is None and not self.expected and self.round >= first

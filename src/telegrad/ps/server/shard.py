@@ -187,9 +187,9 @@ class ParameterShard(BaseShard):
         elif isinstance(gradients, dict):
             gradients = self._gradient_buffer(trainer).complete(step, gradients)
         with self._lock:
-            self._coordinator.require_member(trainer)
             if gradients is None and not skip:
                 if trainer not in self._shared_gradients:
+                    self._coordinator.require_member(trainer)
                     raise UsageError(
                         "a push without gradients from a trainer that does not share them"
                     )
