@@ -19,6 +19,7 @@ from telegrad.ps.embeddings import service
 from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
 from telegrad.ps.messages import PushReply
 from telegrad.ps.trainer.server_client import ServerClient
+from telegrad.ps.trainer.trainer_registry import TrainerRegistration
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -28,9 +29,15 @@ T = TypeVar("T")
 
 class TableClient(ServerClient[TablesSpec]):
     def __init__(
-        self, runtime: AgentRuntime, trainer: str, server: str, spec: TablesSpec, patience: float
+        self,
+        runtime: AgentRuntime,
+        trainer: str,
+        server: str,
+        spec: TablesSpec,
+        registration: TrainerRegistration,
+        patience: float,
     ) -> None:
-        super().__init__(runtime, trainer, server, spec, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, registration, patience)
         self.has_rows = False
         self._last_tables: Sequence[TableDefinition] = ()
         self._last_step = 0
@@ -109,7 +116,9 @@ class TableClient(ServerClient[TablesSpec]):
         with self._busy_lock:
             self._busy = True
         arguments = (self.spec.name, self._trainer, step, version, updates)
-        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
+        return self._runtime.start(
+            self.server, service.push, arguments, None, self._registration.step_timeout
+        )
 
     def apply_reply(self, reply: PushReply) -> None:
         """Take over the version of a reply to `push` or `start_join`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from telegrad import plurals
-from telegrad.errors import UsageError
+from telegrad.errors import CallTimeout, UsageError
 from telegrad.futures import Future
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
@@ -96,9 +96,9 @@ class Tables:
             spec = TablesSpec(
                 self.name, index, tuple(workers), self._consistency, trainers, checkpoint
             )
-            client = TableClient(self._runtime, trainer, server, spec, patience)
-            client.step_timeout = self._registration.step_timeout
-            self._clients.append(client)
+            self._clients.append(
+                TableClient(self._runtime, trainer, server, spec, self._registration, patience)
+            )
         try:
             self._join(None if checkpoint is None else patience)
         except BaseException:
@@ -225,7 +225,7 @@ class Tables:
     def show_gradients(self, shown: bool) -> None:
         """Show gradients as `grad` of the tables' parameters, because an `Optimizer` steps them."""
         self._shows_gradients = shown
-        self._registration.quorum = not shown and waits_for_quorum(self._consistency)
+        self._registration.set_quorum(not shown and waits_for_quorum(self._consistency))
         for gradients in self._gradients.values():
             gradients.shown = shown
 
@@ -269,8 +269,11 @@ class Tables:
     def finish_step(self) -> None:
         """Wait for the replies to `begin_step`."""
         pushes, self._pending_pushes = self._pending_pushes, []
-        with self._registration.explain_timeout():
+        try:
             replies = gather_replies(self._runtime, pushes)
+        except CallTimeout as error:
+            self._registration.explain_timeout(error)
+            raise
         for client, reply in zip(self._clients, replies, strict=True):
             client.apply_reply(reply)
         self._acknowledged = self.steps

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad import param_groups, plurals
-from telegrad.errors import UsageError
+from telegrad.errors import CallTimeout, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
@@ -228,8 +228,11 @@ class Optimizer(optim.Optimizer):
         self.steps += 1
         for tables in self._tables:
             tables.begin_step(skip)
-        with self._registration.explain_timeout():
+        try:
             replies = self._push(skip)
+        except CallTimeout as error:
+            self._registration.explain_timeout(error)
+            raise
         self._apply_replies(replies)
         for tables in self._tables:
             tables.finish_step()
@@ -313,11 +316,11 @@ class Optimizer(optim.Optimizer):
                 server,
                 spec,
                 self._flat,
+                self._registration,
                 self._compression,
                 self._overlap,
                 patience,
             )
-            client.step_timeout = self._registration.step_timeout
             clients.append(client)
         return clients
 

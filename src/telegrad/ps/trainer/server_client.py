@@ -27,6 +27,7 @@ from telegrad.errors import CallTimeout, PeerLost, StaleReference
 from telegrad.futures import Future
 from telegrad.ps.backoff import attempts
 from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.trainer.trainer_registry import TrainerRegistration
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -70,16 +71,16 @@ class ServerClient(ABC, Generic[SpecT]):
         server: str,
         spec: SpecT,
         service: MembershipService,
+        registration: TrainerRegistration,
         patience: float,
     ) -> None:
         self.server = server
         self.spec = spec
         self.version = 0
-        # returns the time limit of a step in seconds, or None for no limit
-        self.step_timeout: Callable[[], float | None] = lambda: None
         self._runtime = runtime
         self._trainer = trainer
         self._service = service
+        self._registration = registration
         self._patience = patience  # seconds that a lost server may take to come back
         self._first_round = 0
         self._busy = True

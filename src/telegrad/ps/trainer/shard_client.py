@@ -33,6 +33,7 @@ from telegrad.ps.server import service
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.ps.trainer.server_client import ServerClient, retry_while_lost
+from telegrad.ps.trainer.trainer_registry import TrainerRegistration
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 
@@ -59,11 +60,12 @@ class ShardClient(ServerClient[ShardSpec]):
         server: str,
         spec: ShardSpec,
         flat: FlatParameters,
+        registration: TrainerRegistration,
         compression: torch.dtype | None,
         overlap: bool,
         patience: float,
     ) -> None:
-        super().__init__(runtime, trainer, server, spec, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, registration, patience)
         self._flat = flat
         self._server_memory: MappedMemory | None = None
         self._shares_gradients = False
@@ -197,14 +199,16 @@ class ShardClient(ServerClient[ShardSpec]):
         """Send the gradients that are in the flat memory, and return the reply."""
         arguments = self._push_arguments(request)
         reply: PushReply = self._runtime.invoke(
-            self.server, service.push, arguments, None, self.step_timeout()
+            self.server, service.push, arguments, None, self._registration.step_timeout
         )
         return reply
 
     def start_push(self, request: PushRequest) -> Future[PushReply]:
         """Send the gradients that are in the flat memory, and return a future of the reply."""
         arguments = self._push_arguments(request)
-        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
+        return self._runtime.start(
+            self.server, service.push, arguments, None, self._registration.step_timeout
+        )
 
     def retry_push(self, request: PushRequest, error: Exception) -> Future[PushReply]:
         """Wait for a lost server, rejoin it, and repeat a push that failed with `error`."""

@@ -13,7 +13,8 @@ model, some in another, and no quorum is complete. So steps have a time limit wh
 several such models.
 
 State: `_default_counts`, how many trainers got each default name, and `_registered`, the names in
-use, both under `_lock`; `_collected`, the queue of trainers that were garbage-collected.
+use, both under `_lock`; `_collected`, the queue of trainers that were garbage-collected. The
+`step_timeout` of every registration is set, under `_lock`, when one of them changes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from telegrad.errors import CallTimeout, UsageError
@@ -71,6 +71,7 @@ class TrainerRegistry:
                 )
             registration.quorum = quorum
             self._registered[registration.key] = registration
+            self._set_step_timeouts()
         return registration
 
     def _next_default(self, kind: str, default_name: str) -> TrainerRegistration:
@@ -85,8 +86,20 @@ class TrainerRegistry:
     def release(self, registration: TrainerRegistration, unused: bool) -> None:
         with self._lock:
             self._registered.pop(registration.key, None)
+            self._set_step_timeouts()
             if unused and registration.default_name is not None:
                 self._default_counts[registration.default_name] -= 1
+
+    def set_quorum(self, registration: TrainerRegistration, quorum: bool) -> None:
+        with self._lock:
+            registration.quorum = quorum
+            self._set_step_timeouts()
+
+    def _set_step_timeouts(self) -> None:
+        """Limit the steps of trainers that can wait for each other. The caller holds the lock."""
+        quorums = sum(each.quorum for each in self._registered.values())
+        for each in self._registered.values():
+            each.step_timeout = self.step_timeout if each.quorum and quorums > 1 else None
 
     def other_quorums(self, registration: TrainerRegistration) -> list[str]:
         """Return the keys of the other trainers here whose steps wait for a quorum."""
@@ -119,6 +132,7 @@ class TrainerRegistry:
                 return
             with self._lock:
                 self._registered.pop(key, None)
+                self._set_step_timeouts()
             if not self._agent.closing:
                 leave()
 
@@ -134,6 +148,8 @@ class TrainerRegistration:
         self.key = f"{kind} {name!r}"
         # its steps wait for a quorum, and are not part of the steps of another trainer
         self.quorum = False
+        # the time limit of a step, in seconds; None: wait as long as others need
+        self.step_timeout: float | None = None
         self._registry = registry
         self._finalizer: weakref.finalize[..., object] | None = None
 
@@ -148,25 +164,19 @@ class TrainerRegistration:
         self._finalizer = weakref.finalize(trainer, self._registry.on_collected, self.key, leave)
         self._finalizer.atexit = False
 
-    def step_timeout(self) -> float | None:
-        """Return the time limit of a step in seconds. None: wait as long as others need."""
-        can_deadlock = self.quorum and self._registry.other_quorums(self)
-        return self._registry.step_timeout if can_deadlock else None
+    def set_quorum(self, quorum: bool) -> None:
+        """Set whether steps wait for a quorum that is not that of another trainer here."""
+        self._registry.set_quorum(self, quorum)
 
-    @contextmanager
-    def explain_timeout(self) -> Iterator[None]:
-        """Explain the deadlock if a step in this block exceeds `step_timeout`."""
-        try:
-            yield
-        except CallTimeout as error:
-            others = ", ".join(self._registry.other_quorums(self))
-            if not self.quorum or not others:
-                raise
-            raise CallTimeout(
-                f"a step of {self.key} has waited {self._registry.step_timeout} s for its "
-                f"quorum. This worker also trains {others} with a quorum. Trainers that step such "
-                "models one after the other can wait for each other, some in one model and some "
-                "in another: train one such model on each worker, step them together (parameter "
-                "groups of one optimizer), or use Sync(). If steps may take longer, raise "
-                "Config.join_timeout"
-            ) from error
+    def explain_timeout(self, error: CallTimeout) -> None:
+        """Raise an error that explains the deadlock if one can be why a step has timed out."""
+        others = ", ".join(self._registry.other_quorums(self))
+        if not self.quorum or not others:
+            return
+        raise CallTimeout(
+            f"a step of {self.key} has waited {self._registry.step_timeout} s for its quorum. This "
+            f"worker also trains {others} with a quorum. Trainers that step such models one after "
+            "the other can wait for each other, some in one model and some in another: train one "
+            "such model on each worker, step them together (parameter groups of one optimizer), "
+            "or use Sync(). If steps may take longer, raise Config.join_timeout"
+        ) from error
