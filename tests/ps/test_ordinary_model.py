@@ -237,7 +237,11 @@ def add_module(net: Any) -> None:
     net.more = nn.Linear(4, 2)
 
 
-@pytest.mark.parametrize("change", [replace_parameter, replace_module, add_module])
+def extend_module(net: Any) -> None:
+    net.first.more = nn.Linear(4, 2)  # the first submodule of this module
+
+
+@pytest.mark.parametrize("change", [replace_parameter, replace_module, add_module, extend_module])
 def test_parameters_that_the_optimizer_does_not_know_are_errors(
     cluster: Clusters, change: Any
 ) -> None:
@@ -249,7 +253,7 @@ def test_parameters_that_the_optimizer_does_not_know_are_errors(
         plain(optimizer, net, 0)
         change(net)
         with pytest.raises(
-            UsageError, match=r"parameters (head|more)\.weight.* would not be trained"
+            UsageError, match=r"parameters (head|more|first.more)\.weight.* would not be trained"
         ):
             plain(optimizer, net, 1)
     with ps.Optimizer(other.parameters(), "w1", lr=0.1, agent=workers["w0"]) as optimizer:

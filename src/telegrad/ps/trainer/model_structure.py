@@ -4,14 +4,15 @@ A step checks whether every module still has the same submodules and parameters,
 microseconds. Only if one has changed, it searches the model for parameters that require a gradient
 and that the optimizer does not know.
 
-State of `ModelStructure`: `_registered`, the dictionaries of each module, with their entries at the
-last search. Used by one thread at a time.
+State of `ModelStructure`: `_dictionaries`, those of all modules, and `_entries`, what they
+contained at the last search. Used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,14 +59,15 @@ class ModelStructure:
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         self._model = model
         self._known_ids = {id(parameter) for parameter in parameters}
-        self._registered = _registered(model)
+        self._remember()
 
     def check(self) -> None:
         """Raise `UsageError` if the model has trainable parameters unknown to the optimizer."""
-        for entries, before in self._registered:
-            if before != entries:  # in this order, so that `_Identity` compares
-                self._search()
-                return
+        entries = _values(self._dictionaries)
+        # by identity: `==` of tensors would compare their elements
+        is_same = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+        if not is_same:
+            self._search()
 
     def _search(self) -> None:
         unknown = [
@@ -80,27 +82,18 @@ class ModelStructure:
                 "after changing the model, or pass model.parameters() to the optimizer instead of "
                 "the model if something else trains them"
             )
-        self._registered = _registered(self._model)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Remember the submodules and parameters of all modules."""
+        self._dictionaries: list[dict[str, Any]] = [
+            dictionary
+            for module in self._model.modules()
+            for dictionary in (module._modules, module._parameters)
+        ]
+        self._entries = _values(self._dictionaries)
 
 
-def _registered(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the dictionaries of submodules and parameters of all modules, each with a copy."""
-    return [
-        (entries, {name: _Identity(value) for name, value in entries.items()})
-        for module in model.modules()
-        for entries in (module._modules, module._parameters)
-        if entries
-    ]
-
-
-class _Identity:
-    """Compare by identity. `==` of tensors would compare their elements."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return other is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
+def _values(dictionaries: list[dict[str, Any]]) -> list[Any]:
+    """Return the values of all dictionaries, without running Python code for each of them."""
+    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))
