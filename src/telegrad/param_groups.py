@@ -16,13 +16,15 @@ from telegrad.errors import UsageError
 
 Options = dict[str, Any]
 
+_PARAMETERS = ("params", "param_names")  # the entries of a group that are no options
+
 
 def group_options(group: dict[str, Any]) -> Options:
     """Return the options of a group without its parameters. Tensors are copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()
-        if name not in ("params", "param_names")
+        if name not in _PARAMETERS
     }
 
 
@@ -33,13 +35,14 @@ def take_changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> 
     """
     changes_by_group: dict[int, Options] = {}
     for index, (group, known_options) in enumerate(zip(groups, known, strict=True)):
-        changed = {}
-        for name, value in group_options(group).items():
-            if not _is_known(known_options, name, value):
-                changed[name] = value
+        changed = {
+            name: value
+            for name, value in group.items()
+            if name not in _PARAMETERS and not _is_known(known_options, name, value)
+        }
         if changed:
-            changes_by_group[index] = changed
-            known_options.update(changed)
+            changes_by_group[index] = group_options(changed)
+            known_options.update(changes_by_group[index])
     return changes_by_group
 
 
@@ -73,6 +76,7 @@ def _is_known(known: Options, name: str, value: Any) -> bool:
     """Return whether an option has the known value."""
     if name not in known:
         return False
+    before = known[name]
     if isinstance(value, Tensor):
-        return bool(torch.equal(known[name], value))
-    return bool(known[name] == value)
+        return isinstance(before, Tensor) and torch.equal(before, value)
+    return bool(before == value)
