@@ -33,7 +33,7 @@ class ParameterSlot:
     shape: tuple[int, ...]
     offset: int
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -60,7 +60,7 @@ class ParameterPart:
     def nbytes(self) -> int:
         return (self.last - self.first) * self.slot.dtype.itemsize
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         return self.last - self.first == math.prod(self.slot.shape)
 
@@ -101,7 +101,7 @@ class ServerRange:
     stop: int
     dtype_ranges: tuple[DtypeRange, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.stop - self.start
 
