@@ -69,7 +69,6 @@ class ScalarLog:
         self._lock = threading.Lock()
         self._writer: Any = None
         self._closed = False
-        self._written_at = 0.0
         self._writer_lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -91,12 +90,8 @@ class ScalarLog:
         values: Mapping[str, float],
         step: int | None = None,
         samples: int = 0,
-        interval: float = 0.0,
     ) -> None:
-        """Add a value to each of these series, and to no more than `MAX_NAMES` in all.
-
-        TensorBoard gets them only if nothing was written for `interval` seconds.
-        """
+        """Add a value to each of these series, and to no more than `MAX_NAMES` in all."""
         now = time.time()
         written = []
         with self._lock:
@@ -112,7 +107,7 @@ class ScalarLog:
                 series.add((place, now, value))
                 written.append((name, value, place))
         if self._directory is not None:
-            self._write(written, now, interval)
+            self._write(written, now)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the last value of each series as values of JSON. Not finite: None."""
@@ -153,11 +148,10 @@ class ScalarLog:
         self._samples, self._rate_since = 0, now
         return {RATE: rate}
 
-    def _write(self, values: list[tuple[str, float, int]], now: float, interval: float) -> None:
+    def _write(self, values: list[tuple[str, float, int]], now: float) -> None:
         with self._writer_lock:
-            if self._closed or now - self._written_at < interval:
+            if self._closed:
                 return
-            self._written_at = now
             if self._writer is None:
                 self._writer = self._open_writer()
             for name, value, step in values:

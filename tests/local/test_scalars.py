@@ -151,11 +151,32 @@ def test_values_are_written_for_tensorboard(tmp_path: Path, cluster: Clusters) -
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_optimizer_writes_seldom(tmp_path: Path) -> None:
+def test_the_folder_of_a_worker_is_in_the_directory(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     log = ScalarLog("..", str(tmp_path))
-    log.add({"version": 1}, 1, interval=60.0)
-    log.add({"version": 2}, 2, interval=60.0)
     log.add({"loss": 0.5}, 2)
     log.close()
-    assert written_in(tmp_path / "_..") == {"version": [(1, 1.0)], "loss": [(2, 0.5)]}
+    assert written_in(tmp_path / "_..") == {"loss": [(2, 0.5)]}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_optimizer_writes_its_first_and_last_steps(
+    tmp_path: Path, cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr("telegrad.ps.trainer.optimizer._REPORT_INTERVAL", 3600.0)
+    workers = cluster(2, tensorboard=str(tmp_path))
+    model = nn.Linear(1, 1)
+    optimizers = [
+        ps.Optimizer(model, servers="w1", lr=0.1, name=name, agent=workers["w0"])
+        for name in (None, "critic")
+    ]
+    for step in (1, 2, 3):
+        workers["w0"].report(step, loss=1 / step)
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.close()
+    workers.close()
+    found = written_in(tmp_path / "w0")
+    assert found["version"] == found["critic/version"] == [(1, 1.0), (3, 3.0)]

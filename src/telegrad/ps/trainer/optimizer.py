@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 _trainer_counter = itertools.count(1)
-_REPORT_INTERVAL = 0.25  # seconds between two reports to TensorBoard
+_REPORT_INTERVAL = 0.25  # seconds between two reports of the progress
 
 
 class Optimizer(optim.Optimizer):
@@ -127,6 +128,8 @@ class Optimizer(optim.Optimizer):
         self.staleness: int = 0
         self.dropped: int = 0
         self.skipped: int = 0
+        self._reported_step = 0
+        self._next_report = 0.0  # of `time.monotonic`
         self._optimizer_class = optimizer
         self._sent_options = [param_groups.group_options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
@@ -192,8 +195,10 @@ class Optimizer(optim.Optimizer):
 
     def close(self) -> None:
         """Leave, so that other trainers no longer wait for this one. The model stays as it is."""
-        clients, self._clients = self._clients, []
-        if clients:
+        if self._clients:
+            if self.steps > self._reported_step:
+                self._report()
+            clients, self._clients = self._clients, []
             leave(self._runtime, clients)
             self._flat.release()
             self._registration.release()
@@ -236,7 +241,8 @@ class Optimizer(optim.Optimizer):
         self._apply_replies(replies)
         for tables in self._tables:
             tables.finish_step()
-        self._report()
+        if time.monotonic() >= self._next_report:
+            self._report()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -409,7 +415,9 @@ class Optimizer(optim.Optimizer):
         """Report how far this trainer is, as `telegrad.report` does."""
         prefix = "" if self.name == "default" else f"{self.name}/"
         values = {f"{prefix}version": self.version, f"{prefix}staleness": self.staleness}
-        self._runtime.scalars.add(values, self.steps, interval=_REPORT_INTERVAL)
+        self._runtime.scalars.add(values, self.steps)
+        self._reported_step = self.steps
+        self._next_report = time.monotonic() + _REPORT_INTERVAL
 
     def _write_state(self, state: State, index: int, first: int, values: State) -> None:
         """Write the state of some elements of a parameter, from `first` on, into its state."""
