@@ -7,7 +7,7 @@ import os
 import pytest
 
 from telegrad.transport.flat_memory import SegmentHandle, allocate_shared, open_shared
-from telegrad.transport.segments import PAGE
+from telegrad.transport.memfd import PAGE
 
 
 def test_a_segment_of_another_worker_is_mapped() -> None:

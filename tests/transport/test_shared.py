@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport import segments
+from telegrad.transport import memfd, segments
 from telegrad.transport.channel import SendTimeout
 from telegrad.transport.segments import (
     SLOTS,
@@ -648,7 +648,7 @@ def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
     dead.
     """
     begun, go_on = threading.Event(), threading.Event()
-    populate = segments.populate_pages
+    populate = memfd.populate_pages
 
     def populate_slowly(*args: Any) -> bool:
         begun.set()
@@ -672,14 +672,14 @@ def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
 
 def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step holds the interpreter's lock."""
-    monkeypatch.setattr(segments, "_POPULATE_STEP", 16 * PAGE)
+    monkeypatch.setattr(memfd, "_POPULATE_STEP", 16 * PAGE)
     steps: list[tuple[int, int]] = []
 
     class Recorder:
         def madvise(self, option: int, start: int, length: int) -> None:
             steps.append((start, length))
 
-    assert segments.populate_pages(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
+    assert memfd.populate_pages(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
     assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
 
 
@@ -723,26 +723,26 @@ def test_one_receiver_is_admitted_once() -> None:
 
 
 def test_private_pages_are_kept_unless_they_were_written_to() -> None:
-    fd = segments.create_memfd("test", 5 * PAGE, owner := SegmentAllocator(FLOOR, MEGABYTE))
+    fd = memfd.create_memfd("test", 5 * PAGE, owner := SegmentAllocator(FLOOR, MEGABYTE))
     sender = mmap.mmap(fd, 5 * PAGE)
     mapped = segments.MappedSegment(fd)
     place = BufferLocation(4 * PAGE - 100, offset=PAGE, segment=1)
     sender[PAGE:] = b"a" * (4 * PAGE)
     first = mapped.private_view(place)
     assert bytes(first) == b"a" * first.nbytes
-    if not segments.has_only_file_pages(first):
+    if not memfd.has_only_file_pages(first):
         pytest.skip("this kernel does not tell which pages are mapped")
     sender[PAGE:] = b"b" * (4 * PAGE)
     second = mapped.private_view(place)
     assert bytes(second) == b"b" * second.nbytes
     second[2 * PAGE] = 0
-    assert not segments.has_only_file_pages(second)
+    assert not memfd.has_only_file_pages(second)
     sender[PAGE:] = b"c" * (4 * PAGE)
     assert bytes(second[: 2 * PAGE]) == b"c" * (2 * PAGE)
     assert second[2 * PAGE + 1] == ord("b")  # of the private copy
     third = mapped.private_view(place)
     assert bytes(third) == b"c" * third.nbytes
-    assert segments.has_only_file_pages(third)
+    assert memfd.has_only_file_pages(third)
     del first, second, third, mapped
     sender.close()
     owner.close()
@@ -751,6 +751,6 @@ def test_private_pages_are_kept_unless_they_were_written_to() -> None:
 def test_pages_that_are_not_mapped_are_not_file_pages() -> None:
     memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     array = np.frombuffer(memory, np.uint8)
-    assert not segments.has_only_file_pages(array)
+    assert not memfd.has_only_file_pages(array)
     array[:] = 1
-    assert not segments.has_only_file_pages(array)
+    assert not memfd.has_only_file_pages(array)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from telegrad.config import Config
-from telegrad.transport.segments import PAGE, create_memfd, is_sealed
+from telegrad.transport.memfd import PAGE, create_memfd, is_sealed
 
 _TOKEN = 32
 

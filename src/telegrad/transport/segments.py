@@ -1,10 +1,8 @@
 """Segments of shared memory: those that this agent sends from, and those of others mapped here.
 
-A segment is a sealed memfd, an anonymous file that processes share by mapping it. It is sealed when
-it is created: its size never changes, so a mapping of it never becomes invalid. The kernel frees
-the memory with the last descriptor and the last mapping. `SegmentAllocator` is the sender's side:
-segments, the blocks in them, and which blocks are free. `SegmentMappings` is the receiver's side.
-`shared_memory` describes the protocol between the two.
+A segment is a sealed file in memory (`memfd`), which processes share by mapping it.
+`SegmentAllocator` is the sender's side: segments, the blocks in them, and which blocks are free.
+`SegmentMappings` is the receiver's side. `shared_memory` describes the protocol between the two.
 
 State of the sender: the segments with their blocks and free lists, under `SegmentAllocator._lock`.
 The clock's thread takes this lock, too. So no thread holds it while pages are faulted in, which
@@ -17,8 +15,6 @@ the lock: if the lock is taken, the entry in `_in_use` is removed later (`releas
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import logging
 import mmap
@@ -30,26 +26,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from telegrad.errors import ProtocolError
+from telegrad.transport.memfd import (
+    PAGE,
+    POPULATE_READ,
+    Bytes,
+    create_memfd,
+    has_only_file_pages,
+    is_sealed,
+    populate_pages,
+    round_to_pages,
+)
 from telegrad.wire.frames import BufferLocation
 
-PAGE = 4096
-POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_POPULATE_STEP = 32 << 20  # bytes that are populated by one system call
-_HWPOISON = 133  # EHWPOISON on Linux
-# /proc/PID/pagemap has an entry for each page. The upper bits of an entry: present, swapped, and
-# not anonymous. A page of a private mapping becomes anonymous when it is written to.
-_PAGEMAP_ENTRY = np.dtype(np.uint64)
-_PAGEMAP_STATE_SHIFT = np.uint64(61)
-_PRESENT_FILE_PAGE = 0b101
-_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if hasattr(fcntl, "F_SEAL_SHRINK")
-    else 0
-)
 # The first page of a segment: one byte for each slot, then the byte at `CLOSED_AT`.
 FREE, SENT, IN_USE = 0, 1, 2
 SLOTS = PAGE - 1
@@ -57,72 +47,9 @@ CLOSED_AT = SLOTS  # 1 when the sender no longer uses the segment, so that recei
 # A flag in `BufferLocation.slot`: other receivers may have the block, so it is mapped privately.
 PRIVATE = 1 << 31
 _MIN_SEGMENT = 64 << 20  # bytes
-Bytes = npt.NDArray[np.uint8]
 _popleft = deque.popleft
 _discard: deque[None] = deque(maxlen=0)  # `extend` runs an iterator in one C call
 _log = logging.getLogger(__name__)
-
-
-def create_memfd(name: str, size: int, owner: object) -> int:
-    """Return the descriptor of a new memfd of `size` bytes, sealed. It is closed with `owner`.
-
-    Raise `OSError` if memory or descriptors are exhausted, `AttributeError` on systems without
-    memfds.
-    """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    weakref.finalize(owner, os.close, fd).atexit = False
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd
-
-
-def is_sealed(fd: int) -> bool:
-    """Return whether the file cannot shrink. Access to a mapping beyond its end is fatal."""
-    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-
-
-def round_to_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-def populate_pages(mapping: mmap.mmap, offset: int, nbytes: int, how: int = POPULATE_WRITE) -> bool:
-    """Fault pages in. Return False if there is no memory for them: using them would be fatal.
-
-    `madvise` holds the interpreter lock, so no other thread of the process runs meanwhile, not even
-    the one that sends heartbeats. So many pages are faulted in step by step.
-    """
-    end = offset + nbytes
-    for start in range(offset, end, _POPULATE_STEP):
-        try:
-            mapping.madvise(how, start, min(_POPULATE_STEP, end - start))
-        except OSError as error:
-            # other errors mean that the kernel is too old: pages are then faulted in by their use
-            return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)
-    return True
-
-
-def has_only_file_pages(array: Bytes) -> bool:
-    """Return True if a private mapping shows the file, and nothing that was written to the mapping.
-
-    Then all pages of the array, which begins at a page, are present and none is a private copy. To
-    ask the kernel costs a fifth of faulting the pages in. Return False if that is not known.
-    """
-    first = array.__array_interface__["data"][0] // PAGE
-    size = round_to_pages(array.nbytes) // PAGE * _PAGEMAP_ENTRY.itemsize
-    try:
-        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(pagemap, size, first * _PAGEMAP_ENTRY.itemsize)
-        finally:
-            os.close(pagemap)
-    except OSError as error:
-        _log.debug("the kernel does not tell which pages are mapped: %s", error)
-        return False
-    if len(data) < size or mmap.PAGESIZE != PAGE:
-        return False
-    entries = np.frombuffer(data, _PAGEMAP_ENTRY)
-    return bool((entries >> _PAGEMAP_STATE_SHIFT == _PRESENT_FILE_PAGE).all())
 
 
 @dataclass(eq=False)
