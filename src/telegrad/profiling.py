@@ -34,9 +34,16 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad.current import thread_state
-from telegrad.errors import UsageError, as_exception
+from telegrad.errors import InternalError, as_exception
 from telegrad.futures import Future
-from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, describe, trusted
+from telegrad.messages.remote_functions import (
+    ASYNC_MARK,
+    DeferredReply,
+    describe,
+    no_future_error,
+    trusted,
+    unregistered_error,
+)
 
 if TYPE_CHECKING:
     from telegrad.client.peers import WorkerAddress
@@ -254,11 +261,10 @@ def _run(
 ) -> Any:
     """Run a function on the callee under a profiler, and reply with its events."""
     agent = thread_state.runtime
-    if agent is None or not agent.functions.is_allowed(function):
-        where = "this worker" if agent is None else f"worker {agent.name!r}"
-        raise UsageError(
-            f"{where} serves only registered functions; {describe(function)} is not one"
-        )
+    if agent is None:
+        raise InternalError("a profiled call outside an agent")
+    if not agent.functions.is_allowed(function):
+        raise unregistered_error(agent.name, describe(function))
     enable_remote_events()
     legacy_profile: Any = profiler_legacy.profile
     with legacy_profile(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
@@ -282,10 +288,7 @@ def _remote_profile_later(
 ) -> Future[_RemoteProfile]:
     """Return a future for the reply of a function that returned a future."""
     if not isinstance(value, torch._C.Future):
-        raise UsageError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future "
-            f"object, but {describe(function)} returned {type(value).__name__}"
-        )
+        raise no_future_error(describe(function), value)
     future: Future[_RemoteProfile] = Future()
     source: Any = value
     future.follow(source, lambda result: session.remote_profile(result, profile))

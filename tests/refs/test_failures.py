@@ -90,7 +90,7 @@ def fails_later(error: BaseException) -> Any:
 
 def test_an_async_function_that_fails_tells_every_later_use(pair: LocalCluster) -> None:
     w0 = pair["w0"]
-    with pytest.raises(UsageError, match=r"must return a torch.futures.Future object, but got int"):
+    with pytest.raises(UsageError, match=r"must return .*Future object, but .* returned int"):
         remote("w1", returns_no_future, agent=w0).to_here()
     broken = remote("w1", fails_later, (ValueError("late"),), agent=w0)
     for _ in range(2):
@@ -148,7 +148,7 @@ def test_only_registered_functions_make_objects_and_run_on_them(cluster: Cluster
     w0 = cluster(2, only_registered=True)["w0"]
     exposed = remote("w1", Exposed, (4,), agent=w0)
     assert exposed.rpc_sync().shown() == 4
-    with pytest.raises(UsageError, match=r"hidden is not one: mark it with telegrad.expose"):
+    with pytest.raises(UsageError, match=r"hidden is not one: mark it with @telegrad.expose"):
         exposed.rpc_sync().hidden()
     refused = remote("w1", Thing, (4,), agent=w0)
     # whether or not the first reply has arrived

@@ -444,7 +444,7 @@ class MultiplexedConnection(LoopConnection):
         elif frame.kind == Kind.CLOSE:
             raise ChannelClosed(text_of_frame(frame))
         elif frame.kind != Kind.HEARTBEAT:
-            raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
+            raise ProtocolError(f"received a frame of kind {frame.kind} where a reply was due")
 
     def _complete(self, pending: PendingCall, frame: Frame) -> None:
         """Complete a future with a reply.

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad.errors import InternalError, SerializationError, error_text
+from telegrad.errors import InternalError, SerializationError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.messages.device_routes import ANY_DEVICE_MARK
 from telegrad.wire import codec
@@ -152,6 +152,22 @@ def expose(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a function that workers with ``Config(only_registered=True)`` may be asked to run."""
     _exposed.add(function)
     return function
+
+
+def unregistered_error(worker: str, name: str) -> UsageError:
+    """Return the error of a call of a function that is not registered on `worker`."""
+    return UsageError(
+        f"worker {worker!r} serves only registered functions, and {name} is not one: mark it with "
+        "@telegrad.expose there"
+    )
+
+
+def no_future_error(name: str, value: object) -> UsageError:
+    """Return the error of an asynchronous function that returned `value`."""
+    return UsageError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but {name} returned {type(value).__name__}"
+    )
 
 
 class ServedFunction:

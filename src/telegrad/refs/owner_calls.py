@@ -27,8 +27,10 @@ from telegrad.messages.remote_functions import (
     DeferredReply,
     definer,
     describe,
+    no_future_error,
     served_form,
     trusted,
+    unregistered_error,
 )
 from telegrad.refs.manager import ReferenceManager, owner_manager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
@@ -93,10 +95,7 @@ def create(
     """Run the function of a `remote` call and store its result. The reply has no value."""
     manager = owner_manager(owner)
     if not manager.runtime.functions.is_allowed(function):
-        raise UsageError(
-            f"worker {manager.runtime.name!r} serves only registered functions; "
-            f"{describe(function)} is not one: mark it with telegrad.expose"
-        )
+        raise unregistered_error(manager.runtime.name, describe(function))
     owned = manager.owned
     # for an object of its own, `remote` has called `create` already
     owned_object = owned.find(key) if key.creator == owner else owned.create(key)
@@ -109,7 +108,7 @@ def create(
             owned_object.complete(value, None)
             owned.remove_if_unreferenced(owned_object)
             return None
-        return DeferredReply(_store_when_done(manager, owned_object, value))
+        return DeferredReply(_store_when_done(manager, owned_object, function, value))
     except BaseException as error:
         owned_object.complete(None, as_exception(error))
         owned.remove_if_unreferenced(owned_object)
@@ -117,14 +116,14 @@ def create(
 
 
 def _store_when_done(
-    manager: ReferenceManager, owned_object: OwnedObject, value: Any
+    manager: ReferenceManager,
+    owned_object: OwnedObject,
+    function: Callable[..., Any],
+    value: Any,
 ) -> Future[None]:
     """Store the value of a future when it is done. Return a future that completes after that."""
     if not hasattr(value, "add_done_callback"):
-        raise UsageError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future "
-            f"object, but got {type(value).__name__}"
-        )
+        raise no_future_error(describe(function), value)
     stored: Future[None] = Future()
 
     def store(done: Any) -> None:
@@ -207,10 +206,7 @@ class MethodCall:
     ) -> Any:
         function = getattr(target, self._name)
         if not manager.runtime.functions.is_allowed(getattr(function, "__func__", function)):
-            raise UsageError(
-                f"worker {manager.runtime.name!r} serves only registered functions; "
-                f"{self._name} is not one: mark it with telegrad.expose"
-            )
+            raise unregistered_error(manager.runtime.name, self._name)
         served = served_form(function)
         outcome = served(*args, **kwargs)
         if served is not function:

@@ -35,7 +35,7 @@ from telegrad import thread_roles
 from telegrad.config import Config
 from telegrad.cuda.sole_reference import is_exclusive
 from telegrad.current import ServedCall, thread_state
-from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, error_text
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
 from telegrad.messages import call_scope as scopes
@@ -56,6 +56,8 @@ from telegrad.messages.remote_functions import (
     FunctionRegistry,
     ServedFunction,
     UndecodableFunction,
+    no_future_error,
+    unregistered_error,
 )
 from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
@@ -387,7 +389,7 @@ class ServerConnection(ReplyingConnection):
         elif frame.kind == Kind.LEAVE:
             raise PeerClosed(frame)
         elif frame.kind != Kind.HEARTBEAT:
-            raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
+            raise ProtocolError(f"received a frame of kind {frame.kind} where a call was due")
 
     def on_blocked(self) -> None:
         """Run the function that blocks the leader of the loop on the executor from now on."""
@@ -487,7 +489,7 @@ class ServerConnection(ReplyingConnection):
             function = self._functions.get(frame.function_id)  # it may be defined by now
         if function is None:
             raise ProtocolError(
-                f"a call of function number {frame.function_id}, which was never defined"
+                f"received a call of function id {frame.function_id}, which was never defined"
             )
         self._submit_to_executor(frame, function, call)
 
@@ -498,7 +500,8 @@ class ServerConnection(ReplyingConnection):
         is_valid = size <= len(frame.body) - 4 or body_lost
         if not 0 < frame.function_id <= MAX_FUNCTIONS or not is_valid:
             raise ProtocolError(
-                f"a definition of {size} bytes for function number {frame.function_id}"
+                f"received a definition of {size} bytes for function id {frame.function_id} in a "
+                f"body of {len(frame.body)} bytes"
             )
         with _lock:
             self._loading.setdefault(frame.function_id, [])
@@ -519,10 +522,7 @@ class ServerConnection(ReplyingConnection):
         """Raise `UsageError` if peers may not call a function; None: it is sent by value."""
         if not self._runtime.functions.is_allowed(None if function is None else function.function):
             name = "a function sent by value" if function is None else function.name
-            raise UsageError(
-                f"worker {self._runtime.name!r} serves only registered functions, and {name} is "
-                "not one: mark it with @telegrad.expose there"
-            )
+            raise unregistered_error(self._runtime.name, name)
 
     # Running calls
 
@@ -651,10 +651,7 @@ class ServerConnection(ReplyingConnection):
         is_deferred_reply = type(value) is DeferredReply
         # what torch's own `then` returns is only that
         if not is_deferred_reply and not isinstance(value, torch._C.Future):
-            raise UsageError(
-                "Functions decorated with @rpc.async_function must return a "
-                f"torch.futures.Future object, but {function.name} returned {type(value).__name__}"
-            )
+            raise no_future_error(function.name, value)
         # not for a `DeferredReply`: others may use its future, whether or not they wait now
         if isinstance(value, Future):
             value.add_caller()
