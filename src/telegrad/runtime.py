@@ -300,9 +300,8 @@ class AgentRuntime:
                 "make calls in the process that opened the agent, or open another agent here"
             )
         if self.closing or not self._opened:
-            raise UsageError(
-                f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}"
-            )
+            state = "closed: make a new one" if self.closing else "not open yet: call open() first"
+            raise UsageError(f"agent {self.name!r} is {state}")
 
     def _enter_thread(self) -> None:
         thread_state.runtime = self

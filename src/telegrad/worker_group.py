@@ -279,8 +279,10 @@ class WorkerGroup:
         a failure and is not repeated. If there is no member, the items wait for one to join until
         the timeout.
         """
-        if delivery not in ("at-least-once", "at-most-once") or per_worker < 1:
-            raise UsageError(f"not valid: delivery={delivery!r}, per_worker={per_worker!r}")
+        if delivery not in ("at-least-once", "at-most-once"):
+            raise UsageError(f"delivery is 'at-least-once' or 'at-most-once', not {delivery!r}")
+        if per_worker < 1:
+            raise UsageError(f"per_worker is at least 1 call at once, not {per_worker!r}")
         return _Map(self, function, list(items), delivery == "at-least-once", per_worker).run()
 
     def _submit(

@@ -138,7 +138,10 @@ def _rows(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
 
 def _check(length: int, rows: int, name: str) -> None:
     if length != rows:
-        raise UsageError(f"{name} returned {length} results for a batch of {rows}")
+        raise UsageError(
+            f"{name} returned {length} results for a batch of {plurals.count(rows, 'row')}: "
+            "return one for each"
+        )
 
 
 def _is_namedtuple(value: Any) -> bool:

@@ -217,7 +217,8 @@ class BatchQueue:
             return False
         self.metrics.rejected += 1
         raise QueueFull(
-            f"the queue of {self._executor.name} is full: {len(self._scheduler)} calls wait",
+            f"the queue of {self._executor.name} is full: {len(self._scheduler)} calls wait. Call "
+            "again later, or raise max_queue",
             call=self._executor.name,
         )
 

@@ -174,5 +174,5 @@ def _read(stripe: Stripe, size: int) -> bytes:
     try:
         stripe.receive(memoryview(data))
     except ConnectionError:
-        raise ProtocolError("the other doctor closed the connection") from None
+        raise ProtocolError("the other `telegrad doctor` closed the connection") from None
     return bytes(data)

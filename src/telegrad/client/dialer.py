@@ -178,7 +178,7 @@ class Dialer:
     def _dial_in_process(self, address: str, member: Member, purpose: str) -> DialedConnection:
         listener = in_process_listeners.get(address)
         if listener is None:
-            raise ProtocolError("another process")
+            raise ProtocolError("no worker of this process listens there")
         endpoint = self._endpoint
         introduction = endpoint.introduction(purpose, member.name, address)
         client_steps = handshake.client(endpoint.key, introduction)

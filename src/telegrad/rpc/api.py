@@ -91,7 +91,9 @@ def init_rpc(
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if config is not None:
         if rpc_backend_options.config is not None:
-            raise UsageError("the options have a config, too; pass one of them")
+            raise UsageError(
+                "config= is given, and rpc_backend_options have a config, too; pass one of them"
+            )
         rpc_backend_options = copy.copy(rpc_backend_options)
         rpc_backend_options.config = config
     with _init_lock:

@@ -101,8 +101,10 @@ class Publisher:
         if runtime is None:
             raise UsageError("a publisher needs an agent: pass `agent`, or call `init_rpc` first")
         runtime.require_open()
-        if fan_out < 1 or (history is not None and history < 0):
-            raise UsageError(f"not valid: fan_out={fan_out!r}, history={history!r}")
+        if fan_out < 1:
+            raise UsageError(f"fan_out is at least 1 receiver, not {fan_out!r}")
+        if history is not None and history < 0:
+            raise UsageError(f"history is a number of bytes, not {history!r}")
         if bandwidth is not None and not bandwidth > 0:
             raise UsageError(f"a bandwidth is a positive number of bytes/s, not {bandwidth!r}")
         self.name = name

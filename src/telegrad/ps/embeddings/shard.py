@@ -186,7 +186,7 @@ class TableShard(BaseShard):
     def _find(self, table: str) -> RowStorage:
         storage = self._storages.get(table)
         if storage is None:
-            raise StaleReference(f"this server has no table {table!r}")
+            raise StaleReference(f"this server has no table {table!r}: it was restarted")
         return storage
 
     def apply(self, reports: list[StepReport]) -> None:

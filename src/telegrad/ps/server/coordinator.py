@@ -33,7 +33,10 @@ from typing import Any, NamedTuple
 from telegrad.errors import StaleReference
 from telegrad.ps.messages import Steps, worker_of
 
-UNKNOWN_TRAINER = "this server does not know the trainer"
+UNKNOWN_TRAINER = (
+    "this server does not know the trainer: the server was restarted, or the worker of the trainer "
+    "was lost. Close the optimizer and make a new one"
+)
 
 
 class StepReport(NamedTuple):

@@ -48,6 +48,7 @@ class GradientBuffer:
         self.add(step, pieces)
         if len(self._arrived) < len(self._buckets):
             raise StaleReference(
-                "some of these gradients were sent to this server before it was restarted"
+                "some gradients of this step were sent to this server before it was restarted; "
+                "send all of them again"
             )
         return self._flat

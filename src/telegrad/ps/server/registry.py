@@ -49,7 +49,7 @@ class ShardRegistry:
         """Return the registry of the agent that serves the current call."""
         runtime = active_runtime()
         if runtime is None:  # the call arrived while the agent closed
-            raise StaleReference("a worker that holds a shard of a parameter server is leaving")
+            raise StaleReference("this worker is leaving the group, and so is its shard")
         return runtime.service(cls)
 
     def has(self, key: str) -> bool:

@@ -111,7 +111,7 @@ class ParameterShards:
                 if version is not None and snapshot is None:
                     raise UsageError(
                         f"worker {self.runtime.name!r} cannot read its checkpoint of version "
-                        f"{version}"
+                        f"{version} any more; start again, which uses another version"
                     )
                 archive.clear(after=-1 if version is None else version)
             self._add_shard(spec, values, archive, snapshot)

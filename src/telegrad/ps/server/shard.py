@@ -191,7 +191,8 @@ class ParameterShard(BaseShard):
                 if trainer not in self._shared_gradients:
                     self._coordinator.require_member(trainer)
                     raise UsageError(
-                        "a push without gradients from a trainer that does not share them"
+                        f"parameter server {self.spec.name!r} got a push without gradients from a "
+                        "trainer whose memory it does not share"
                     )
                 contents = self._shared_gradients[trainer].contents
                 gradients = contents[self._range.start : self._range.stop]

@@ -84,6 +84,7 @@ def _versions(saved: dict[str, SavedVersions], consistency: Consistency) -> dict
     if not common:
         found = {server: each.versions for server, each in saved.items()}
         raise UsageError(
-            f"the servers have checkpoints of different versions, and none in common: {found}"
+            f"the servers have checkpoints of different versions, and none in common: {found}. "
+            "Keep more versions (Checkpoint.keep), or remove these to start from the model"
         )
     return dict.fromkeys(saved, max(common))

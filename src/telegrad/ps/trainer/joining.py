@@ -40,9 +40,14 @@ def find_servers(runtime: AgentRuntime, servers: str | Sequence[str]) -> list[st
     if not isinstance(servers, str):
         names = list(servers)
     else:
-        names = sorted(fnmatch.filter([info.name for info in runtime.get_worker_infos()], servers))
+        workers = [info.name for info in runtime.get_worker_infos()]
+        names = sorted(fnmatch.filter(workers, servers))
+        if not names:
+            raise UsageError(
+                f"the name of no worker matches {servers!r}; the group has {', '.join(workers)}"
+            )
     if not names:
-        raise UsageError(f"no worker of the group is named {servers!r}")
+        raise UsageError("the list of servers is empty: pass one or more names of workers")
     return names
 
 

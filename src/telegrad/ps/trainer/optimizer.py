@@ -138,7 +138,10 @@ class Optimizer(optim.Optimizer):
             check_kind(parameter_name, parameter)
         self._layout = ParameterLayout.of(trained)
         if not self._layout.slots:
-            raise UsageError("none of the parameters requires a gradient")
+            raise UsageError(
+                "none of the parameters requires a gradient: unfreeze some, or pass "
+                "include_frozen=True"
+            )
         # without rounds of all trainers, servers publish new values while this trainer computes
         keeps_copy = self._consistency != Sync()
         shares_memory = flat_memory.may_share(runtime.config)
@@ -225,7 +228,9 @@ class Optimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._clients:
-            raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
+            raise UsageError(
+                f"the optimizer of parameter server {self.name!r} is closed; create a new one"
+            )
         self._check_model()
         skip = self._unscale()
         if not skip:
