@@ -1,4 +1,4 @@
-"""Numbers of things in texts."""
+"""Counts in messages: "1 worker", "2 workers"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of `telegrad doctor` that looks at a group: it needs torch, for the store."""
+"""The checks of `telegrad doctor` that visit a running group. Only they need torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two doctors on two hosts: is the connection between them good enough for workers?
+"""`telegrad doctor` on two hosts at once: measure the connection between them.
 
 The connection is authenticated and encrypted like one of workers, so a wrong secret, another
 version of the protocol and other settings of TLS show here. In the handshake each side tells its

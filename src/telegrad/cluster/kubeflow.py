@@ -1,6 +1,7 @@
-"""Kubeflow Trainer: each pod of a TrainJob whose command is not torchrun is a worker.
+"""Kubeflow Trainer: each pod of a TrainJob is a worker, unless its command is torchrun.
 
-With torchrun as the command, which reads the same variables, torchrun's own count.
+torchrun reads these variables, too, and starts workers of its own, which have its variables
+(`cluster.torchrun`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each worker has a thread of its own, so one that does not answer delays no other. Another thread
 looks for workers that have joined or restarted; the members that workers know are added as well.
-While nobody looks, nobody is asked.
+No worker is asked while no page is open.
 
 A worker is `alive` if it answers; `dead` if its address refuses connections, as after the end of
 its process; otherwise `silent`: it may be frozen, busy, or cut off.

@@ -1,4 +1,4 @@
-"""Run a script in each worker of a job on this host, and say how it ended."""
+"""Run a script in each worker of a job on this host, and report how it ended."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Who waits for whom: an edge for each call, gather or round that a worker waits for.
 
-One wait leads to another if the second is by the worker that the first is for, and may be the
-reason of the first: it is made by the very call that the first waits for, or by no served call.
-Waits that lead to each other in a circle are a cycle. A cycle is not always a deadlock: a worker
-that calls another, which calls it back, is in a cycle and goes on. One whose calls are old is worth
-a look.
+If w0 waits for w1, a wait of w1 may be the reason: that of the very call which w0 waits for, or one
+outside of all served calls. So each wait leads to others, and waits that lead to each other in a
+circle are a cycle. A cycle is not always a deadlock: a worker that calls another, which calls it
+back, is in a cycle and goes on. If the calls of a cycle are old, it may be a deadlock.
 """
 
 from __future__ import annotations

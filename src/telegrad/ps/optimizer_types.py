@@ -1,4 +1,4 @@
-"""What trainers and servers know about the optimizers that servers run."""
+"""Which optimizers of torch work element by element, so that a parameter may be divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telegrad in the tools that people have: profilers, tracers, metrics, torch's debug server.
+"""Calls and workers of Telegrad in profilers, tracers, metrics and torch's debug server.
 
 `instruments` lets a tool follow every call at its caller and its callee. `kineto` and
 `opentelemetry` do so. `prometheus` and `torch_debug` show what `telegrad.diagnosis` knows of a

@@ -1,4 +1,4 @@
-"""Start the tools that this process uses, when an agent opens."""
+"""Start the tools of `telegrad.telemetry` that this process uses, when an agent opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TableClient`: a trainer's client for one server that holds rows of tables.
+"""`TableClient`: a trainer's client for one server that holds rows of embedding tables.
 
 State besides that of `ServerClient`: `version`, the oldest version of the rows that the trainer
 uses; `has_rows`, whether it has fetched rows since the last reply to a push; `_last_tables` and
