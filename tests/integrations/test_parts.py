@@ -14,7 +14,7 @@ from torch import Tensor
 
 from telegrad import errors
 from telegrad.integrations.membership import Membership
-from telegrad.integrations.progress import Progress, ProgressRegistry, wait_for_workers
+from telegrad.integrations.progress import ProgressRegistry, VersionProgress, wait_for_workers
 from telegrad.integrations.request_queue import Request, RequestQueues, enqueue
 from telegrad.integrations.stream_publisher import StreamPublisher
 from telegrad.testing import LocalCluster
@@ -74,7 +74,7 @@ def test_a_process_without_a_group_is_told_what_is_missing() -> None:
 def test_a_sender_waits_for_the_workers_that_live(workers: LocalCluster) -> None:
     receivers = {}
     for name in ("w1", "w2"):
-        receivers[name] = Progress()
+        receivers[name] = VersionProgress()
         ProgressRegistry.of(workers[name]).add("policy", receivers[name])
         receivers[name].set(0)
 
@@ -95,7 +95,7 @@ def test_a_sender_waits_for_the_workers_that_live(workers: LocalCluster) -> None
 
 
 def test_a_sender_gets_the_error_of_a_worker(workers: LocalCluster) -> None:
-    progress = Progress()
+    progress = VersionProgress()
     ProgressRegistry.of(workers["w1"]).add("policy", progress)
     progress.set(1)
     progress.fail(2, ValueError("another shape"))
@@ -105,7 +105,7 @@ def test_a_sender_gets_the_error_of_a_worker(workers: LocalCluster) -> None:
 
 
 def test_a_sender_gives_up_after_its_time_limit(workers: LocalCluster) -> None:
-    progress = Progress()
+    progress = VersionProgress()
     ProgressRegistry.of(workers["w1"]).add("policy", progress)
     with pytest.raises(errors.CallTimeout):
         wait_for_workers(workers["w0"], "policy", 1, 0.2)

@@ -326,7 +326,7 @@ def test_listening_goes_on_until_ctrl_c(run: Doctor, monkeypatch: pytest.MonkeyP
     [
         ((99, 1), "a request of kind 99"),
         ((doctor_link._DOWNLOAD, doctor_link._MAX_BYTES + 1), "a request for"),
-        (None, "the other doctor closed the connection"),
+        (None, "the other `telegrad doctor` closed the connection"),
     ],
 )
 def test_a_doctor_that_misbehaves_is_a_problem(

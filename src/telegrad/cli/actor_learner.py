@@ -1,4 +1,4 @@
-"""A run of a learner and its actors: what it reports, kills on the way, a plot and a page.
+"""Follow a run of a learner and its actors: its records, workers to kill, a plot and a page.
 
 The learner appends one `StepRecord` for each version to a file, which the command follows. A file
 and no queue, because a process that is killed while it writes to a queue leaves the queue locked. A
@@ -95,7 +95,7 @@ class Kill(NamedTuple):
         return cls(worker, int(version))
 
 
-class _Event(NamedTuple):
+class _WorkerKilled(NamedTuple):
     version: int
     seconds: float
     worker: str
@@ -107,7 +107,7 @@ class ActorLearnerReport:
     def __init__(self, title: str, versions: int, actors: int, kills: Sequence[Kill] = ()) -> None:
         self.title = title
         self.records: list[StepRecord] = []
-        self.kills: list[_Event] = []  # that were carried out
+        self.kills: list[_WorkerKilled] = []  # that were carried out
         self._versions = versions
         self._planned = sorted(kills, key=lambda kill: kill.version)
         self._actors = [f"actor{number}" for number in range(actors)]
@@ -159,7 +159,7 @@ class ActorLearnerReport:
             os.kill(pid, signal.SIGKILL)
         self._killed.add(pid)
         self._planned.remove(kill)
-        event = _Event(self.records[-1].version, self._times[-1], kill.worker)
+        event = _WorkerKilled(self.records[-1].version, self._times[-1], kill.worker)
         self.kills.append(event)
         self._print(f"version {event.version:4}  killed {kill.worker}")
 

@@ -99,7 +99,7 @@ class Dashboard:
         key = group_key(config.secret)
         token = hmac.new(key, b"telegrad dashboard", hashlib.sha256).hexdigest()[:32]
         try:
-            self._server = _listen(port, partial(_Request, watcher, token, _Page()))
+            self._server = _listen(port, partial(_RequestHandler, watcher, token, _Page()))
         except BaseException:
             watcher.close()
             raise
@@ -198,7 +198,7 @@ def _listen(port: int | None, handler: Callable[..., Any]) -> _Server:
         return _Server((_HOST, 0), handler)
 
 
-class _Request(http.server.BaseHTTPRequestHandler):
+class _RequestHandler(http.server.BaseHTTPRequestHandler):
     """One request."""
 
     server_version = "telegrad"

@@ -99,7 +99,7 @@ class CollectivesRuntime(CallingRuntime, Protocol):
     def watch(self, incarnation: Incarnation) -> None: ...
 
 
-class Report(NamedTuple):
+class ParticipantReport(NamedTuple):
     """Identify a participant of a gather: its name, its incarnation and its count of gathers."""
 
     name: str
@@ -139,7 +139,7 @@ class _Gather:
         self.expected = expected
         self.done: Future[GatherResult | None] = Future()  # None: another worker leads
         self.values: dict[str, Any] = {}
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, ParticipantReport] = {}
         self.lost: dict[str, Incarnation] = {}
         self.unknown = set(expected)  # those that have neither reported nor were lost
         self._directory = directory
@@ -222,7 +222,9 @@ class Collectives:
         member = self._runtime.local_member
         with self._lock:
             self._started[sequence] += 1
-            report = Report(self._runtime.name, member.incarnation, self._started[sequence])
+            report = ParticipantReport(
+                self._runtime.name, member.incarnation, self._started[sequence]
+            )
         until = None if timeout is None else time.monotonic() + timeout
         pause = _REPORT_AGAIN[0]
         while (result := self._report_to_first(sequence, names, report, value, timeout)) is None:
@@ -239,7 +241,7 @@ class Collectives:
         self,
         sequence: str,
         names: tuple[str, ...],
-        report: Report,
+        report: ParticipantReport,
         value: Any,
         timeout: float | None,
     ) -> GatherResult | None:
@@ -316,7 +318,7 @@ class Collectives:
         self,
         sequence: str,
         names: tuple[str, ...],
-        report: Report,
+        report: ParticipantReport,
         value: Any,
         timeout: float | None,
     ) -> Future[GatherResult | None]:
@@ -550,9 +552,15 @@ def _local_collectives() -> Collectives:
 
 @internal
 def _report(
-    sequence: str, names: tuple[str, ...], report: Report, value: Any, timeout: float | None
+    sequence: str,
+    names: tuple[str, ...],
+    report: ParticipantReport,
+    value: Any,
+    timeout: float | None,
 ) -> DeferredReply:
-    done = _local_collectives().add_report(sequence, names, Report(*report), value, timeout)
+    done = _local_collectives().add_report(
+        sequence, names, ParticipantReport(*report), value, timeout
+    )
     return DeferredReply(
         done
     )  # not the future itself: a caller that cancels would cancel it for all

@@ -24,7 +24,7 @@ _MISSED_HEARTBEATS = 3  # a peer with a long interval gets at least this many of
 _log = logging.getLogger(__name__)
 
 
-class _Peer(Protocol):
+class MaintainedPeer(Protocol):
     @property
     def heartbeat(self) -> float: ...
     @property
@@ -34,7 +34,7 @@ class _Peer(Protocol):
     def close_idle_connections(self, older_than: float) -> None: ...
 
 
-class _ServerConnection(Protocol):
+class MaintainedConnection(Protocol):
     channel: Channel
 
     @property
@@ -48,14 +48,14 @@ class _ServerConnection(Protocol):
     def send_heartbeat(self, interval: float, timeout: float) -> bool: ...
 
 
-class _Listener(Protocol):
+class MaintainedListener(Protocol):
     @property
-    def connections(self) -> Sequence[_ServerConnection]: ...
+    def connections(self) -> Sequence[MaintainedConnection]: ...
     def close_peer(self, incarnation: Incarnation, reason: str) -> None: ...
 
 
-class _Peers(Protocol):
-    def all(self) -> Sequence[_Peer]: ...
+class MaintainedPeers(Protocol):
+    def all(self) -> Sequence[MaintainedPeer]: ...
 
 
 class MaintenanceRuntime(Protocol):
@@ -70,9 +70,9 @@ class MaintenanceRuntime(Protocol):
     calls_served: int
 
     @property
-    def listener(self) -> _Listener: ...
+    def listener(self) -> MaintainedListener: ...
     @property
-    def peers(self) -> _Peers: ...
+    def peers(self) -> MaintainedPeers: ...
 
 
 def start(runtime: MaintenanceRuntime) -> None:

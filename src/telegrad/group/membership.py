@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from telegrad.errors import AuthenticationError, JoinError, StoreTampered, UsageError
-from telegrad.group.signed_store import Entry, SignedStore, Store
+from telegrad.group.signed_store import SignedStore, Store, StoreEntry
 from telegrad.wire.handshake import Incarnation
 
 _POLL = (0.002, 0.1)
@@ -515,7 +515,7 @@ def _to_json(member: Member) -> str:
     return json.dumps(asdict(member))
 
 
-def _from_json(entry: Entry) -> Member:
+def _from_json(entry: StoreEntry) -> Member:
     """Return the member of an entry. Fields that this version does not have are ignored."""
     values = json.loads(entry.value)
     values["addresses"] = tuple(values["addresses"])

@@ -48,7 +48,7 @@ class NetworkCheckRuntime(CallingRuntime, Protocol):
     endpoint: LocalEndpoint
 
 
-class Finding(NamedTuple):
+class PeerCheck(NamedTuple):
     """What came of a connection to a worker: a problem, or "".
 
     `ended`: the process of that worker may have ended, which is no problem of the network.
@@ -68,8 +68,8 @@ def check_fixed_group(runtime: NetworkCheckRuntime, until: float) -> None:
     if has_come_back:
         problems = _check_newcomer(runtime, members, until)
     else:
-        findings = _try_all(runtime, targets(members, local), until)
-        problems = [finding.problem for finding in findings.values() if finding.problem]
+        results = _try_all(runtime, targets(members, local), until)
+        problems = [check.problem for check in results.values() if check.problem]
     runtime.directory.write_check(local, json.dumps(problems))
     if not has_come_back:
         checks = runtime.directory.wait_for_checks(members, until)
@@ -91,20 +91,20 @@ def _check_newcomer(
     others = [member for member in members if member.host != local.host]
     # The next ones by rank come first, so that not all newcomers try the same.
     others.sort(key=lambda member: (member.rank < local.rank, member.rank))
-    findings = _try_all(runtime, others[:_SAMPLE], until)
-    reached = [name for name, finding in findings.items() if not finding.problem]
+    checks = _try_all(runtime, others[:_SAMPLE], until)
+    reached = [name for name, check in checks.items() if not check.problem]
     for name in reached:
         left = min(max(until - time.monotonic(), 1.0), runtime.config.connect_timeout)
         try:
             reply = runtime.start(name, _connect_back, (local.name,), None, left, internal=True)
-            finding = Finding(*reply.result(left))
+            check = PeerCheck(*reply.result(left))
         except TelegradError as error:
             _log.debug("worker %r could not be asked to connect back: %s", name, error)
         else:
-            return [finding.problem] if finding.problem else []
+            return [check.problem] if check.problem else []
     if reached:
         return []
-    return [finding.problem for finding in findings.values() if not finding.ended]
+    return [check.problem for check in checks.values() if not check.ended]
 
 
 def targets(members: Sequence[Member], local: Member) -> list[Member]:
@@ -193,15 +193,15 @@ def _raise_if(problems: Sequence[str], local: Member) -> None:
 
 def _try_all(
     runtime: NetworkCheckRuntime, members: Sequence[Member], until: float
-) -> dict[str, Finding]:
+) -> dict[str, PeerCheck]:
     """Connect to members at the same time. Return what came of it, by name."""
     until = min(until, time.monotonic() + runtime.config.connect_timeout)
     futures = {member.name: _try_on_thread(runtime, member, until) for member in members}
     return {name: future.wait() for name, future in futures.items()}
 
 
-def _try_on_thread(runtime: NetworkCheckRuntime, member: Member, until: float) -> Future[Finding]:
-    future: Future[Finding] = Future()
+def _try_on_thread(runtime: NetworkCheckRuntime, member: Member, until: float) -> Future[PeerCheck]:
+    future: Future[PeerCheck] = Future()
 
     def run() -> None:
         try:
@@ -213,20 +213,20 @@ def _try_on_thread(runtime: NetworkCheckRuntime, member: Member, until: float) -
     return future
 
 
-def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> Finding:
+def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> PeerCheck:
     """Connect to a member of another host by TCP."""
     local = runtime.local_member
     addresses = tcp_addresses(member)
     if "tcp" not in runtime.config.transports or not addresses:
         without = local.name if addresses else member.name
-        return Finding(
+        return PeerCheck(
             f"worker {without!r} does not use TCP, but {local.name!r} and {member.name!r} are on "
             "different hosts: add tcp to its TELEGRAD_TRANSPORTS"
         )
-    finding = Finding("")
+    check = PeerCheck("")
     for address in addresses:
         if is_loopback(_host(address)):
-            finding = Finding(
+            check = PeerCheck(
                 f"worker {member.name!r} listens on loopback only ({address}), but worker "
                 f"{local.name!r} is on another host: start {member.name!r} with "
                 "TELEGRAD_LISTEN=0.0.0.0 or the address of its network interface"
@@ -236,10 +236,10 @@ def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> Finding:
             runtime.endpoint.connect(address, member, PROBE, until).sock.close()
         except (OSError, ProtocolError) as error:
             ended = isinstance(error, ConnectionRefusedError | WrongWorker)
-            finding = Finding(describe_failure(error, local, member, address), ended)
+            check = PeerCheck(describe_failure(error, local, member, address), ended)
         else:
-            return Finding("")
-    return finding
+            return PeerCheck("")
+    return check
 
 
 def describe_failure(error: Exception, local: Member, member: Member, address: str) -> str:
@@ -273,7 +273,7 @@ def _host(address: str) -> str:
 
 @internal
 def _connect_back(name: str) -> DeferredReply:
-    """Connect to the worker `name`, which asks for it. The reply is a `Finding`."""
+    """Connect to the worker `name`, which asks for it. The reply is a `PeerCheck`."""
     runtime: NetworkCheckRuntime | None = thread_state.runtime
     if runtime is None:
         raise InternalError("a network check outside an agent")

@@ -30,7 +30,7 @@ Store = Any  # torch.distributed.Store; that name is missing in builds of torch 
 _SEPARATOR = "\0"
 
 
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """A number, and the text with the HMAC, a random part, this number and a value, as stored."""
 
     number: int
@@ -50,13 +50,13 @@ class SignedStore:
         self._store = store
         self._connection = StoreConnection(store)
         self._key = hmac.digest(key, b"telegrad directory", hashlib.sha256)
-        self._seen: dict[str, Entry] = {}
+        self._seen: dict[str, StoreEntry] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<SignedStore of group {self.group!r}, {len(self._seen)} entries read>"
 
-    def read(self, key: str, subject: str) -> Entry | None:
+    def read(self, key: str, subject: str) -> StoreEntry | None:
         """Return an entry; None if it does not exist.
 
         Raise `StoreTampered`, which names `subject`, if it was not written by a worker of the
@@ -70,7 +70,7 @@ class SignedStore:
                 raise _removed(key, subject)
             return None
 
-    def read_all(self, subjects: Mapping[str, str]) -> list[Entry] | None:
+    def read_all(self, subjects: Mapping[str, str]) -> list[StoreEntry] | None:
         """Return the entries with the keys of `subjects`; None if one does not exist.
 
         This takes two requests to the store, however many entries there are. Raise as `read` does.
@@ -88,7 +88,7 @@ class SignedStore:
                 for key, value in zip(keys, found, strict=True)
             ]
 
-    def _verify(self, key: str, subject: str, text: str) -> Entry:
+    def _verify(self, key: str, subject: str, text: str) -> StoreEntry:
         """Under the lock: return the entry of a text that was read. See `read`."""
         seen = self._seen.get(key)
         if seen is not None and seen.text == text:
@@ -111,11 +111,11 @@ class SignedStore:
         self._seen[key] = entry
         return entry
 
-    def last_seen(self, key: str) -> Entry | None:
+    def last_seen(self, key: str) -> StoreEntry | None:
         """Return the entry that was read or written last, without reading the store."""
         return self._seen.get(key)
 
-    def write(self, key: str, value: str, previous: Entry | None) -> bool:
+    def write(self, key: str, value: str, previous: StoreEntry | None) -> bool:
         """Replace the entry `previous`; None: there must be none.
 
         Return False if the entry in the store is another one.
@@ -123,7 +123,7 @@ class SignedStore:
         number = 1 if previous is None else previous.number + 1
         # the random part tells this text from one that another worker writes at the same time
         signed = f"{secrets.token_hex(8)} {number} {value}"
-        entry = Entry(number, f"{self._sign(key, signed)} {signed}")
+        entry = StoreEntry(number, f"{self._sign(key, signed)} {signed}")
         with self._lock:
             found = self._compare_set(key, "" if previous is None else previous.text, entry.text)
             if found != entry.text:
@@ -197,12 +197,12 @@ class SignedStore:
         message = _SEPARATOR.join((self.group, key, signed)).encode()
         return hmac.digest(self._key, message, hashlib.sha256).hex()
 
-    def _parse(self, key: str, text: str) -> Entry | None:
+    def _parse(self, key: str, text: str) -> StoreEntry | None:
         """Return the entry that a text holds; None if its HMAC is wrong."""
         signature, _, signed = text.partition(" ")
         if not hmac.compare_digest(signature.encode(), self._sign(key, signed).encode()):
             return None
-        return Entry(int(signed.split(" ", 2)[1]), text)
+        return StoreEntry(int(signed.split(" ", 2)[1]), text)
 
 
 def _tampered(key: str, subject: str, what: str) -> StoreTampered:

@@ -1,11 +1,12 @@
 """Which version of weights each worker uses, and how a sender waits for it.
 
-A receiver in a worker has a `Progress`. A sender asks all workers of the group with `wait_for` or
-`versions`; workers without a receiver of that name do not count, and lost ones neither.
+A receiver in a worker has a `VersionProgress`. A sender asks all workers of the group
+(`wait_for_workers`, `version_of`). Lost workers, and those without a receiver of that name, do not
+count.
 
-State: `ProgressRegistry`, one per agent, has the receivers by name. A `Progress` has the version
-that is in use, the error of the last one that could not be used, and the futures of those who wait.
-Both are changed under their `_lock`; futures are completed without it.
+State: `ProgressRegistry`, one per agent, has the receivers by name. A `VersionProgress` has the
+version that is in use, the error of the last one that could not be used, and the futures of those
+who wait. Both are changed under their `_lock`; futures are completed without it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 
-class Progress:
+class VersionProgress:
     """The version that a receiver uses."""
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class ProgressRegistry:
     """The receivers of one agent, by name."""
 
     def __init__(self, runtime: AgentRuntime) -> None:
-        self._receivers: dict[str, list[Progress]] = {}
+        self._receivers: dict[str, list[VersionProgress]] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -96,12 +97,12 @@ class ProgressRegistry:
             raise StaleReference("a worker that receives weights is leaving")
         return runtime.service(cls)
 
-    def add(self, name: str, progress: Progress) -> None:
+    def add(self, name: str, progress: VersionProgress) -> None:
         """Let senders see a receiver."""
         with self._lock:
             self._receivers.setdefault(name, []).append(progress)
 
-    def remove(self, name: str, progress: Progress) -> None:
+    def remove(self, name: str, progress: VersionProgress) -> None:
         """Undo `add`, and let those who wait for this receiver go on. May be repeated."""
         with self._lock:
             found = self._receivers.get(name, [])
@@ -109,7 +110,7 @@ class ProgressRegistry:
                 found.remove(progress)
         progress.close()
 
-    def receivers(self, name: str) -> list[Progress]:
+    def receivers(self, name: str) -> list[VersionProgress]:
         """Return the receivers of a name."""
         with self._lock:
             return list(self._receivers.get(name, ()))

@@ -1,8 +1,8 @@
-"""`Job`: one elastic launcher of torch for each worker, and what their ends mean for the others.
+"""`Job`: run the workers of a job, each under an elastic launcher of torch of its own.
 
 Each launcher runs in a thread. It starts its worker, watches it, and restarts it up to a number of
-times. A worker that fails for good ends the job: the other launchers stop their workers. They
-notice that in their rendezvous, which they ask ten times a second whether other nodes wait.
+times. A worker that fails more often ends the job: the other launchers stop their workers. A
+launcher asks its rendezvous ten times a second whether other nodes wait; that is how it is told.
 
 A signal that ends this process ends all workers first. Its handler only adds an event, because an
 exception that a handler raises could interrupt any line.
@@ -206,7 +206,7 @@ class _WorkerLogs(LogsSpecs):
         return ""
 
 
-class _Rendezvous(RendezvousHandler):
+class _WorkerRendezvous(RendezvousHandler):
     """The rendezvous of one launcher with itself. It ends the launcher when the job stops."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -245,7 +245,7 @@ class _Rendezvous(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(_BACKEND, _Rendezvous)
+rendezvous_handler_registry.register(_BACKEND, _WorkerRendezvous)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def chrome_trace(replies: Sequence[WorkerReply], offsets: dict[str, ClockOffset]
     }
 
 
-class _Span:
+class _TraceSpan:
     """One call or event of a worker."""
 
     def __init__(
@@ -81,7 +81,7 @@ class _Span:
         }
 
 
-def _spans(reply: WorkerReply, offsets: dict[str, ClockOffset]) -> list[_Span]:
+def _spans(reply: WorkerReply, offsets: dict[str, ClockOffset]) -> list[_TraceSpan]:
     """Return the calls and events of a worker, on the clock of the observer, by their start."""
     name, value = reply.worker.name, reply.value
     shift = offsets[name].seconds if name in offsets else 0.0
@@ -92,10 +92,12 @@ def _spans(reply: WorkerReply, offsets: dict[str, ClockOffset]) -> list[_Span]:
         label = f"{call['function']} {preposition} {call['peer']}"
         start, end = call.get("received", call["start"]) - shift, call["end"] - shift
         fields = {key: field for key, field in call.items() if field is not None}
-        spans.append(_Span(reply, call["direction"], label, start, end, fields))
+        spans.append(_TraceSpan(reply, call["direction"], label, start, end, fields))
     for event in value["events"]:
         start = event["start"] - shift
-        spans.append(_Span(reply, "events", event["kind"], start, start + event["seconds"], event))
+        spans.append(
+            _TraceSpan(reply, "events", event["kind"], start, start + event["seconds"], event)
+        )
     return sorted(spans, key=lambda span: (span.start, -span.end))
 
 
@@ -111,7 +113,7 @@ def _unfinished(call: Json, now: float) -> Json:
     }
 
 
-def _assign_rows(spans: list[_Span]) -> None:
+def _assign_rows(spans: list[_TraceSpan]) -> None:
     """Give spans of one kind that overlap different rows."""
     for kind in _KINDS:
         free_at: list[float] = []
@@ -125,7 +127,7 @@ def _assign_rows(spans: list[_Span]) -> None:
             free_at[span.row] = span.end
 
 
-def _names(reply: WorkerReply, spans: list[_Span]) -> list[Json]:
+def _names(reply: WorkerReply, spans: list[_TraceSpan]) -> list[Json]:
     rank = reply.worker.rank
     label = reply.worker.name + (f" ({reply.problem})" if reply.problem else "")
     return [
@@ -143,7 +145,7 @@ def _metadata(kind: str, process: int, row: int, /, **fields: Any) -> Json:
     return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": fields}
 
 
-def _flows(spans: list[_Span], origin: float) -> list[Json]:
+def _flows(spans: list[_TraceSpan], origin: float) -> list[Json]:
     """Return an arrow for each call that both its caller and its callee have recorded."""
     served = {
         (span.fields["peer"], span.worker, span.fields["id"]): span

@@ -9,7 +9,7 @@ only the modules of this package: messages, layout, buckets, compression and the
 consistency rules. `ps.embeddings` has both sides of embedding tables.
 """
 
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.consistency import Async, Stale, Sync
 from telegrad.ps.embeddings.modules import Embedding, EmbeddingBag, prefetch
 from telegrad.ps.embeddings.row_optimizers import RowAdagrad, RowAdam, RowSGD

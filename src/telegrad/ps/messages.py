@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, optim
 
 from telegrad.param_groups import Options
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.layout import ServerRange
 from telegrad.transport.flat_memory import SegmentHandle

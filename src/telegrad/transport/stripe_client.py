@@ -40,7 +40,7 @@ _NO_MEMORY = memoryview(b"")
 _log = logging.getLogger(__name__)
 
 
-class _Request:
+class _ChunkRequest:
     """A request, and the memory for its response."""
 
     __slots__ = ("data", "memory", "pull")
@@ -77,12 +77,12 @@ class StripedPull:
         self._client = client
         self.registration_id = bulk[0][0].offset
         self._on_pulled: OnPulled | None = on_pulled
-        self.unrequested: collections.deque[_Request] = collections.deque()
+        self.unrequested: collections.deque[_ChunkRequest] = collections.deque()
         for place, memory in bulk:
             for start in range(0, place.nbytes, chunk_bytes):
                 part = memory[start : start + chunk_bytes]
                 data = REQUEST.pack(PULL, place.bulk_index, place.offset, start, part.nbytes)
-                self.unrequested.append(_Request(data, part, self))
+                self.unrequested.append(_ChunkRequest(data, part, self))
         self.missing = len(self.unrequested)  # chunks that were not received
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class StripeClient:
         self._resume_limit = resume_limit
         self._waiting: collections.deque[StripedPull] = collections.deque()
         self._unfinished: set[StripedPull] = set()
-        self._notices: collections.deque[_Request] = collections.deque()  # that pulls are done
+        self._notices: collections.deque[_ChunkRequest] = collections.deque()  # that pulls are done
         self._threads = 0
         self._idle_threads = 0
         self._open: set[Stripe] = set()
@@ -319,7 +319,7 @@ class StripeClient:
 
     def _exchange(self, stripe: Stripe) -> None:
         """Send requests and receive the responses until there are no more requests."""
-        outstanding: collections.deque[_Request] = collections.deque()
+        outstanding: collections.deque[_ChunkRequest] = collections.deque()
         status = memoryview(bytearray(STATUS.size))
         try:
             while True:
@@ -343,9 +343,9 @@ class StripeClient:
             self._request_again(outstanding)
             raise
 
-    def _take(self, count: int) -> list[_Request]:
+    def _take(self, count: int) -> list[_ChunkRequest]:
         """Return up to `count` requests to send: chunks of all pulls in turn."""
-        taken: list[_Request] = []
+        taken: list[_ChunkRequest] = []
         with self._changed:
             while len(taken) < count and self._notices:
                 taken.append(self._notices.popleft())
@@ -358,7 +358,7 @@ class StripeClient:
                     self._waiting.popleft()
         return taken
 
-    def _request_again(self, requests: collections.deque[_Request]) -> None:
+    def _request_again(self, requests: collections.deque[_ChunkRequest]) -> None:
         """Put requests back that got no response."""
         with self._changed:
             if self._close_error is not None:
@@ -373,7 +373,7 @@ class StripeClient:
                         self._waiting.append(pull)
             self._changed.notify(len(requests))
 
-    def _end_request(self, request: _Request, accepted: bool) -> None:
+    def _end_request(self, request: _ChunkRequest, accepted: bool) -> None:
         pull = request.pull
         with self._changed:
             self._failing_since = None
@@ -397,7 +397,7 @@ class StripeClient:
         self._add_notice(pull.registration_id)
 
     def _add_notice(self, registration_id: int) -> None:
-        notice = _Request(REQUEST.pack(DONE, 0, registration_id, 0, 0), _NO_MEMORY, None)
+        notice = _ChunkRequest(REQUEST.pack(DONE, 0, registration_id, 0, 0), _NO_MEMORY, None)
         with self._changed:
             if self._close_error is None:
                 self._notices.append(notice)

@@ -22,7 +22,7 @@ from torchrl.weight_update import WeightSyncScheme
 from telegrad.agent import Agent
 from telegrad.errors import CallTimeout, PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.integrations.membership import Membership
-from telegrad.integrations.progress import Progress, ProgressRegistry, wait_for_workers
+from telegrad.integrations.progress import ProgressRegistry, VersionProgress, wait_for_workers
 from telegrad.weights import Publisher, Subscriber
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
         self._published: dict[str, Tensor] = {}
         self._subscriber: Subscriber | None = None
         self._received: Any = None
-        self._progress = Progress()
+        self._progress = VersionProgress()
         self._receiving = threading.RLock()
         self._closed = False
 

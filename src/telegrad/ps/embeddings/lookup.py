@@ -25,7 +25,7 @@ def is_possible(rows: Tensor) -> bool:
 
 def embedding(rows: Tensor, batch: RowBatch, shape: torch.Size) -> Tensor:
     """Return the rows for an input of this shape, as `torch.nn.functional.embedding` does."""
-    gathered: Tensor = _Embedding.apply(rows, batch)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _EmbeddingFunction.apply(rows, batch)  # type: ignore[no-untyped-call]
     return gathered.view(*shape, rows.shape[1])
 
 
@@ -38,13 +38,13 @@ def embedding_bag(
     include_last_offset: bool,
 ) -> Tensor:
     """Return the sums or means of bags, as `torch.nn.functional.embedding_bag` does."""
-    result: Tensor = _EmbeddingBag.apply(  # type: ignore[no-untyped-call]
+    result: Tensor = _EmbeddingBagFunction.apply(  # type: ignore[no-untyped-call]
         rows, batch, positions, offsets, mode, include_last_offset
     )
     return result
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, batch: RowBatch) -> Tensor:  # type: ignore[override]
         ctx.batch = batch
@@ -55,7 +55,7 @@ class _Embedding(torch.autograd.Function):
         return _sum_by_row(gradient, ctx.batch.order, ctx.batch.starts), None
 
 
-class _EmbeddingBag(torch.autograd.Function):
+class _EmbeddingBagFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.embeddings.row_hash import initialize
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer

@@ -20,7 +20,7 @@ from torch import Tensor
 from telegrad import plurals
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.futures import Future
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.messages import (
     RowRequest,

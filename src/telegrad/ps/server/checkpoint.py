@@ -35,7 +35,7 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.param_groups import Options
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.optimizer_types import State
 
 try:

@@ -29,7 +29,7 @@ from telegrad.errors import CallTimeout, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables

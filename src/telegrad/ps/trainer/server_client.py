@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from telegrad.errors import CallTimeout, PeerLost, StaleReference
 from telegrad.futures import Future
 from telegrad.ps.backoff import attempts
-from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.checkpoint_policy import Checkpoint
 from telegrad.ps.trainer.trainer_registry import TrainerRegistration
 
 if TYPE_CHECKING:
