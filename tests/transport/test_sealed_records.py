@@ -120,6 +120,29 @@ def test_a_record_that_was_tampered_with_fails(kind: str, attack: str) -> None:
         read_all(far)
 
 
+@pytest.mark.parametrize("attack", ["flip", "replay", "reorder", "drop"])
+def test_nothing_is_accepted_after_a_record_that_failed(kind: str, attack: str) -> None:
+    """Otherwise, a reader that goes on would find that a record was left out by nobody."""
+    near, far = make_ends(kind)
+    first, second, third = (bytes(near.encode(text)) for text in (b"first", b"second", b"third"))
+    flipped = first[:6] + bytes([first[6] ^ 1]) + first[7:]
+    sent, accepted = {
+        "flip": (flipped + second + third, b""),
+        "replay": (first + first + second + third, b"first"),
+        "reorder": (first + third + second + third, b"first"),
+        "drop": (first + third + third, b"first"),
+    }[attack]
+    far.feed(memoryview(sent))
+    received = b""
+    space = memoryview(bytearray(100))
+    for _ in range(10):
+        try:
+            received += bytes(space[: far.read_into(space)])
+        except RecordError:
+            continue
+    assert received == accepted
+
+
 @pytest.mark.parametrize("length", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"])
 def test_a_record_of_an_impossible_size_fails_at_once(ends: Ends, length: bytes) -> None:
     far = ends[1]

@@ -110,6 +110,7 @@ class RecordCipher:
         self._label = b"telegrad " + purpose
         self._seals = seals
         self._records = 0
+        self._has_failed = False
         self._key = hmac.digest(session_key, self._label + b" " + direction, "sha256")
         self._cipher = found(self._key, seals)
 
@@ -118,8 +119,15 @@ class RecordCipher:
         self._cipher.seal(self._next_nonce(), about, data, sealed)
 
     def open(self, about: Bytes, sealed: memoryview, data: memoryview) -> None:
-        """Decrypt the next record; see `Cipher.open`."""
+        """Decrypt the next record; see `Cipher.open`.
+
+        After a record that failed, all others fail, also genuine ones: no record is left out.
+        """
+        if self._has_failed:
+            raise TagError("an earlier message was changed on its way")
+        self._has_failed = True  # unless this returns
         self._cipher.open(self._next_nonce(), about, sealed, data)
+        self._has_failed = False
 
     def _next_nonce(self) -> bytes:
         number = self._records
