@@ -24,6 +24,7 @@ from telegrad.group import store_connection
 from telegrad.group.secret import group_key, key_file
 from telegrad.testing.cluster import _SECRET, LocalCluster
 from telegrad.transport import sockets, tls
+from telegrad.transport.stripes import open_stripe
 from telegrad.wire import handshake
 from tests.local.gates import PATIENCE
 
@@ -345,7 +346,7 @@ def test_a_doctor_that_misbehaves_is_a_problem(
         )
         with connection.sock:
             if request_ is not None:
-                connection.sock.sendall(doctor_link._REQUEST.pack(*request_))
+                open_stripe(connection).send(doctor_link._REQUEST.pack(*request_))
             else:
                 connection.sock.shutdown(socket.SHUT_WR)
             (finding,) = served.result(PATIENCE)

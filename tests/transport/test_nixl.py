@@ -104,6 +104,21 @@ def test_large_tensors_travel_by_nixl(pair: LocalCluster) -> None:
 
 
 @needs_nixl
+def test_descriptions_are_not_unpickled(
+    pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL's own format of descriptors is a pickle."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("NIXL unpickles what a peer has sent")
+
+    monkeypatch.setattr(type(engine(pair, "w0")._agent), "deserialize_descs", refuse)
+    value = torch.randn(1 << 20)
+    assert torch.equal(pair["w0"].submit("w1", double, value).wait(), value * 2)
+    assert engine(pair, "w1").pulled == 1
+
+
+@needs_nixl
 def test_what_fails_is_pulled_over_stripes(
     pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.transport import aead, sockets, stripes
 from telegrad.transport.records import RecordStream
-from telegrad.transport.stripes import PlainStripe, RecordStripe, SealedStripe, Stripe
+from telegrad.transport.stripes import STATUS, PlainStripe, RecordStripe, SealedStripe, Stripe
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 from tests.transport.pairs import Background, connected_sockets, records_pair
@@ -24,12 +24,13 @@ KEY = b"k" * 32
 TAG = aead.TAG_BYTES
 RECORD = stripes.RECORD
 KINDS = ["sealed", "tls", "plain"]
+OWN = ["sealed", "plain"]  # whose messages are authenticated here
 ABOUT = b"the request"
 
 
 def make_stripes(kind: str, near: socket.socket, far: socket.socket) -> tuple[Stripe, Stripe]:
     if kind == "plain":
-        return PlainStripe(near), PlainStripe(far)
+        return PlainStripe(near, KEY, server_side=False), PlainStripe(far, KEY, server_side=True)
     if kind == "tls":
         near_records, far_records = records_pair(near, far, "tls")
         return (
@@ -77,6 +78,27 @@ def test_messages_arrive_in_both_directions(
         assert receive(receiver, 4, b"") == b"next"
 
 
+@pytest.mark.parametrize("size", [1, RECORD, 3 * RECORD + 7])
+def test_contents_arrive_in_parts_between_messages(
+    ends: tuple[socket.socket, socket.socket], kind: str, size: int, background: Background
+) -> None:
+    near, far = make_stripes(kind, *ends)
+    parts = [random_bytes(RECORD), random_bytes(size)]
+
+    def send() -> None:
+        stripes.send_chunk(near, map(memoryview, parts), ABOUT)
+        near.send(b"after it")
+
+    sending = background(send)
+    assert receive(far, STATUS.size) == STATUS.pack(stripes.OK)
+    memory = bytearray(RECORD + size)
+    far.receive_contents(memoryview(memory)[:RECORD], ABOUT, 0)
+    far.receive_contents(memoryview(memory)[RECORD:], ABOUT, RECORD)
+    assert memory == b"".join(parts)
+    assert receive(far, 8, b"") == b"after it"
+    sending.result(LATE)
+
+
 def test_a_read_only_source_and_a_part_of_a_buffer(
     ends: tuple[socket.socket, socket.socket], kind: str
 ) -> None:
@@ -87,11 +109,11 @@ def test_a_read_only_source_and_a_part_of_a_buffer(
     assert bytes(memory) == b"\0\x003456\0\0\0\0"
 
 
-def captured(messages: list[bytes], about: bytes = ABOUT) -> list[bytes]:
-    """What a sealed stripe sends for each message."""
+def captured(kind: str, messages: list[bytes], about: bytes = ABOUT) -> list[bytes]:
+    """What a stripe sends for each message."""
     sock, other = connected_sockets("tcp")
     with sock, other:
-        stripe, _ = make_stripes("sealed", sock, other)
+        stripe, _ = make_stripes(kind, sock, other)
         sent = []
         for message in messages:
             stripe.send(message, about)
@@ -118,44 +140,67 @@ ATTACKS: dict[str, Callable[[bytes, bytes], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_changed_records_are_found(ends: tuple[socket.socket, socket.socket], attack: str) -> None:
-    _, far = make_stripes("sealed", *ends)
-    first, second = captured([b"a" * 100, b"b" * 100])
+def test_changed_messages_are_found(
+    ends: tuple[socket.socket, socket.socket], own: str, attack: str
+) -> None:
+    _, far = make_stripes(own, *ends)
+    first, second = captured(own, [b"a" * 100, b"b" * 100])
     ends[0].sendall(ATTACKS[attack](first, second))
     with pytest.raises(ProtocolError, match="changed on its way"):
         [receive(far, 100) for _ in range(2)]
 
 
-def test_unchanged_records_pass(ends: tuple[socket.socket, socket.socket]) -> None:
+@pytest.mark.parametrize("own", OWN)
+def test_unchanged_messages_pass(ends: tuple[socket.socket, socket.socket], own: str) -> None:
     """The attacks above fail because of what they change."""
-    _, far = make_stripes("sealed", *ends)
-    ends[0].sendall(b"".join(captured([b"a" * 100, b"b" * 100])))
+    _, far = make_stripes(own, *ends)
+    ends[0].sendall(b"".join(captured(own, [b"a" * 100, b"b" * 100])))
     assert receive(far, 100) + receive(far, 100) == b"a" * 100 + b"b" * 100
 
 
-def test_an_answer_to_another_request_is_found(ends: tuple[socket.socket, socket.socket]) -> None:
-    _, far = make_stripes("sealed", *ends)
-    ends[0].sendall(captured([b"a" * 100], b"another request")[0])
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("about", [b"another request", b"", ABOUT + b"a"])
+def test_an_answer_to_another_request_is_found(
+    ends: tuple[socket.socket, socket.socket], own: str, about: bytes
+) -> None:
+    _, far = make_stripes(own, *ends)
+    ends[0].sendall(captured(own, [b"a" * 100], about)[0])
     with pytest.raises(ProtocolError, match="changed on its way"):
         receive(far, 100)
 
 
-def test_a_reflected_record_is_found(ends: tuple[socket.socket, socket.socket]) -> None:
+@pytest.mark.parametrize("own", OWN)
+def test_a_reflected_message_is_found(ends: tuple[socket.socket, socket.socket], own: str) -> None:
     """The two directions have different keys."""
-    near, _ = make_stripes("sealed", *ends)
-    ends[1].sendall(captured([b"a" * 100])[0])
+    near, _ = make_stripes(own, *ends)
+    ends[1].sendall(captured(own, [b"a" * 100])[0])
     with pytest.raises(ProtocolError, match="changed on its way"):
         receive(near, 100)
 
 
+def test_contents_cannot_be_left_out_of_a_sealed_stripe(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Nor be taken for a message, or the other way round."""
+    _, far = make_stripes("sealed", *ends)
+    status, contents = captured("sealed", [b"s" * 100, b"c" * 100])
+    ends[0].sendall(contents)
+    with pytest.raises(ProtocolError, match="changed on its way"):
+        receive(far, 100)
+    ends[0].sendall(status + contents)  # after a failure, nothing is accepted
+    with pytest.raises(ProtocolError, match="changed on its way"):
+        receive(far, 100)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 100, 100 + TAG - 1])
-def test_a_truncated_record_is_a_broken_connection(
+def test_a_truncated_message_is_a_broken_connection(
     ends: tuple[socket.socket, socket.socket], kind: str, cut: int
 ) -> None:
     _, far = make_stripes(kind, *ends)
-    if kind == "sealed":
-        ends[0].sendall(captured([b"a" * 100])[0][:cut])
+    if kind in OWN:
+        ends[0].sendall(captured(kind, [b"a" * 100])[0][:cut])
     ends[0].shutdown(socket.SHUT_WR)
     with pytest.raises((ConnectionError, ProtocolError)):
         receive(far, 100)
@@ -163,7 +208,7 @@ def test_a_truncated_record_is_a_broken_connection(
 
 def test_sealed_bytes_are_not_the_plain_ones() -> None:
     data = random_bytes(4096)
-    (sent,) = captured([data])
+    (sent,) = captured("sealed", [data])
     assert data[:16] not in sent
 
 

@@ -160,13 +160,13 @@ def _rate(stripe: Stripe, kind: int) -> float:
 def _send(stripe: Stripe, size: int) -> None:
     chunk = memoryview(bytes(_CHUNK))
     for start in range(0, size, _CHUNK):
-        stripe.send(chunk[: size - start])
+        stripe.send_contents(chunk[: size - start], b"", 0)
 
 
 def _skip(stripe: Stripe, size: int) -> None:
     space = memoryview(bytearray(_CHUNK))
     for start in range(0, size, _CHUNK):
-        stripe.receive(space[: size - start])
+        stripe.receive_contents(space[: size - start], b"", 0)
 
 
 def _read(stripe: Stripe, size: int) -> bytes:

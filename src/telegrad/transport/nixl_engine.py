@@ -37,7 +37,9 @@ from telegrad.wire.handshake import Incarnation
 
 _DEVICES = Path("/sys/class/infiniband")
 _BACKEND = "UCX"
-_LENGTHS = struct.Struct("<QQ")  # of the metadata of the agent and of the descriptors
+# A description: the length of the agent's metadata, the metadata, and the regions.
+_LENGTH = struct.Struct("<Q")
+_REGION = struct.Struct("<QQ")  # the address and the length of a buffer
 _MAX_DESCRIPTION = 1 << 24  # bytes
 _POLL = (20e-6, 1e-3)  # seconds between two looks at a transfer: first, longest
 _log = logging.getLogger(__name__)
@@ -156,11 +158,8 @@ class NixlEngine(BulkEngine):
                     [(*region, "") for region in regions], mem_type="DRAM"
                 )
                 metadata = self._agent.get_partial_agent_metadata(handle, True, [_BACKEND])
-                descriptors = self._agent.get_serialized_descs(
-                    self._agent.get_xfer_descs(regions, mem_type="DRAM")
-                )
-                lengths = _LENGTHS.pack(len(metadata), len(descriptors))
-                known = handle, lengths + metadata + descriptors
+                descriptors = b"".join(_REGION.pack(*region[:2]) for region in regions)
+                known = handle, _LENGTH.pack(len(metadata)) + metadata + descriptors
                 self._described[registration.registration_id] = known
             return known[1]
 
@@ -210,8 +209,10 @@ class NixlEngine(BulkEngine):
 
     def _read(self, pull: _NixlPull, description: bytes, memory: Sequence[memoryview]) -> None:
         """Let NIXL copy the described buffers into `memory`."""
-        size, _ = _LENGTHS.unpack_from(description)
-        start = _LENGTHS.size
+        (size,) = _LENGTH.unpack_from(description)
+        start = _LENGTH.size
+        # not by NIXL's `deserialize_descs`, which unpickles
+        remote_regions = [(*each, 0) for each in _REGION.iter_unpack(description[start + size :])]
         regions = [_region(each) for each in memory]
         with self._lock:
             agent = self._agent
@@ -219,7 +220,7 @@ class NixlEngine(BulkEngine):
             handle = agent.register_memory([(*each, "") for each in regions], mem_type="DRAM")
             try:
                 local = agent.get_xfer_descs(regions, mem_type="DRAM")
-                there = agent.deserialize_descs(description[start + size :])
+                there = agent.get_xfer_descs(remote_regions, mem_type="DRAM")
                 transfer = agent.initialize_xfer("READ", local, there, remote.decode(), b"")
                 state = agent.transfer(transfer)
             except BaseException:

@@ -54,13 +54,13 @@ class _ChunkRequest:
         """Receive the chunk. That for a device is received in parts."""
         image = find_image(self.memory)
         if image is None:
-            stripe.receive(self.memory, self.data)
+            stripe.receive_contents(self.memory, self.data, 0)
             return
         _, _, _, start, length = REQUEST.unpack(self.data)
         offset = 0
         with contextlib.closing(image.spaces(start, start + length)) as spaces:
             for space in spaces:
-                stripe.receive(space, self.data, offset)
+                stripe.receive_contents(space, self.data, offset)
                 offset += space.nbytes
 
 

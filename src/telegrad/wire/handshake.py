@@ -44,7 +44,7 @@ class HandshakeResult(NamedTuple):
 
 Steps = Generator[tuple[bytes, int], bytes, HandshakeResult]
 
-VERSION = 5
+VERSION = 6
 # Sent in place of a version by a worker that requires TLS to a client that does not use it.
 TLS_REQUIRED = 0xFFFF
 MAGIC = b"TLGD"
