@@ -9,8 +9,9 @@ import importlib.util
 import logging
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +21,18 @@ import torch.distributed as dist
 from telegrad import Agent, Config
 from telegrad.errors import JoinError, UsageError
 from telegrad.group import network_check
+from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.hosts import host_id, interfaces, is_loopback
 from telegrad.group.membership import Directory, Member
 from telegrad.group.network_check import compare_versions, targets
 from telegrad.testing import LocalCluster
 from telegrad.transport import tls
-from telegrad.wire.handshake import Incarnation
+from telegrad.wire.handshake import ConnectionRefused, Incarnation
 from tests.local.gates import PATIENCE
+from tests.local.proxy import Change, Chunk, Proxy, unchanged
 
 SECRET = "sixteen characters or more"
+PROXIED = "127.0.9.1"
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +112,93 @@ def test_a_wrong_address_is_told_to_every_worker(
         assert re.search(message, text)
         assert f"This is worker '{name}'" in text
         assert "lo 127.0.0.1" in text  # its interfaces
+
+
+@pytest.fixture
+def proxied(
+    monkeypatch: pytest.MonkeyPatch, hosts: Any
+) -> Iterator[Callable[[Change], list[Proxy]]]:
+    """Let connections to w1 pass a proxy, which it must advertise."""
+    with ExitStack() as stack:
+        proxies: list[Proxy] = []
+        change: list[Change] = []
+        register = Directory.register
+
+        def register_and_listen(
+            self: Directory, name: str, rank: int, addresses: Any, **details: Any
+        ) -> Member:
+            if name == "w1":
+                port = int(addresses[0].rpartition(":")[2])
+                routes = {(PROXIED, port): ("127.0.0.1", port)}
+                proxies.append(stack.enter_context(Proxy(routes, *change)))
+            return register(self, name, rank, addresses, **details)
+
+        def use(given: Change) -> list[Proxy]:
+            change.append(given)
+            return proxies
+
+        monkeypatch.setattr(Directory, "register", register_and_listen)
+        yield use
+
+
+@pytest.mark.parametrize("where", [(True, 0), (False, 0), (True, 1), (False, 1)])
+def test_a_connection_that_breaks_is_tried_again(
+    proxied: Callable[[Change], list[Proxy]], where: tuple[bool, int]
+) -> None:
+    """Before, in the middle, and at the end of the handshakes."""
+
+    def break_first(chunk: Chunk) -> list[bytes | None]:
+        broken = chunk.connection < 3 and (chunk.to_server, chunk.index) == where
+        return [None] if broken else [chunk.data]
+
+    proxies = proxied(break_first)
+    joined = open_all([config(), config(advertise=PROXIED)])
+    assert [each.exception() for each in joined] == [None, None]
+    assert proxies[0].accepted >= 4
+
+
+def test_a_connection_that_is_refused_is_tried_again(
+    proxied: Callable[[Change], list[Proxy]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies = proxied(unchanged)
+    connect = LocalEndpoint.connect
+    refusals: list[ConnectionRefusedError] = []
+
+    def connect_twice(self: LocalEndpoint, address: str, *args: Any) -> Any:
+        is_first = PROXIED in address and not refusals
+        if is_first:
+            proxies[0].reset()
+        try:
+            return connect(self, address, *args)
+        except ConnectionRefusedError as error:
+            refusals.append(error)
+            proxies[0].listen()
+            raise
+
+    monkeypatch.setattr(LocalEndpoint, "connect", connect_twice)
+    joined = open_all([config(), config(advertise=PROXIED)])
+    assert [each.exception() for each in joined] == [None, None]
+    assert len(refusals) == 1
+
+
+def test_connections_that_always_break_are_told_with_fitting_advice(
+    proxied: Callable[[Change], list[Proxy]],
+) -> None:
+    proxies = proxied(lambda chunk: [None])
+    settings = config(connect_timeout=0.5)
+    for text in errors_of(open_all([settings, config(advertise=PROXIED, connect_timeout=0.5)])):
+        assert "'w0' cannot reach worker 'w1' at tcp:127.0.9.1" in text
+        assert "log of 'w1'" in text
+        assert "firewall" in text
+        assert "same version" not in text
+    assert proxies[0].accepted > 1
+
+
+def test_another_group_is_told_with_fitting_advice(hosts: dict[str, Any]) -> None:
+    local, other = members({}, {})
+    error = ConnectionRefused("this worker belongs to another group")
+    text = network_check.describe_failure(error, local, other, "tcp:10.0.0.1:5")
+    assert text.endswith("(the connection was refused: this worker belongs to another group)")
 
 
 def test_an_address_of_another_worker_is_found(hosts: dict[str, Any]) -> None:

@@ -8,6 +8,10 @@ Workers of one host need no check, and it costs them nothing. Otherwise:
 - A worker that joins an open group, or comes back, cannot wait for the others. It connects to some
   workers of other hosts, and asks one of them to connect back.
 
+A connection that breaks, or that cannot be opened, says nothing about the next one: it is tried
+again for `Config.connect_timeout`, or for a second if nothing listens there, because workers listen
+before others learn their addresses. An answer of the other side, such as a wrong secret, is final.
+
 The versions of all workers are compared, too: other protocols, or TLS on some workers only, are
 errors; other versions of Python or torch are warnings.
 """
@@ -23,7 +27,6 @@ from typing import NamedTuple, Protocol
 
 from telegrad.current import thread_state
 from telegrad.errors import (
-    AuthenticationError,
     InternalError,
     JoinError,
     ProtocolError,
@@ -35,9 +38,12 @@ from telegrad.group.endpoint import PROBE, LocalEndpoint, WrongWorker
 from telegrad.group.hosts import describe_interfaces, is_loopback
 from telegrad.group.membership import Member
 from telegrad.messages.remote_functions import DeferredReply, internal
+from telegrad.wire.handshake import HandshakeBroken
 
 _SAMPLE = 4  # workers that a newcomer compares itself with and tries to reach
 _MAX_NAMES = 8  # in a message
+_REFUSED_SECONDS = 1.0  # for which a connection is tried that is refused
+_PAUSES = (0.02, 0.5)  # seconds between two attempts: first, longest
 
 _log = logging.getLogger(__name__)
 
@@ -232,34 +238,62 @@ def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> PeerChec
                 "TELEGRAD_LISTEN=0.0.0.0 or the address of its network interface"
             )
             continue
+        error = _connect(runtime, member, address, until)
+        if error is None:
+            return PeerCheck("")
+        ended = isinstance(error, ConnectionRefusedError | WrongWorker)
+        check = PeerCheck(describe_failure(error, local, member, address), ended)
+    return check
+
+
+def _connect(
+    runtime: NetworkCheckRuntime, member: Member, address: str, until: float
+) -> OSError | ProtocolError | None:
+    """Connect to a member, again if that may help. Return why it is not possible; None: it is."""
+    started, pause = time.monotonic(), _PAUSES[0]
+    while True:
         try:
             runtime.endpoint.connect(address, member, PROBE, until).sock.close()
-        except (OSError, ProtocolError) as error:
-            ended = isinstance(error, ConnectionRefusedError | WrongWorker)
-            check = PeerCheck(describe_failure(error, local, member, address), ended)
+        except (OSError, HandshakeBroken) as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            limit = min(until, started + _REFUSED_SECONDS) if refused else until
+            if time.monotonic() + pause >= limit or is_unknown_name(error):
+                return error
+            _log.debug("the network check tries %r again: %s", member.name, error)
+        except ProtocolError as error:
+            return error
         else:
-            return PeerCheck("")
-    return check
+            return None
+        time.sleep(pause)
+        pause = min(pause * 2, _PAUSES[1])
 
 
 def describe_failure(error: Exception, local: Member, member: Member, address: str) -> str:
     """Return a text that says why a worker cannot connect to another, and what to do."""
     name = member.name
-    advertise = f"set TELEGRAD_ADVERTISE for {name!r} to an address that the other hosts can reach"
-    if isinstance(error, AuthenticationError):
-        advice = "set the same TELEGRAD_SECRET for both"
-    elif isinstance(error, WrongWorker):
-        advice = f"the address belongs to another worker: {advertise}"
-    elif isinstance(error, ProtocolError):
-        advice = "install the same version of telegrad on both"
-    elif isinstance(error, socket.gaierror):
-        advice = f"the name is unknown: {advertise}"
-    elif isinstance(error, ConnectionRefusedError):
-        advice = f"nothing listens there: {advertise}, or TELEGRAD_LISTEN to that interface"
-    else:
-        advice = f"it is the wrong interface ({advertise}), or a firewall blocks the port"
     text = str(error.strerror or error) if isinstance(error, OSError) else str(error)
-    return f"worker {local.name!r} cannot reach worker {name!r} at {address} ({text}): {advice}"
+    failure = f"worker {local.name!r} cannot reach worker {name!r} at {address} ({text})"
+    advertise = f"set TELEGRAD_ADVERTISE for {name!r} to an address that the other hosts can reach"
+    if isinstance(error, WrongWorker):
+        return f"{failure}: the address belongs to another worker: {advertise}"
+    if isinstance(error, HandshakeBroken):
+        return (
+            f"{failure}: several attempts failed. See why in the log of {name!r}; it may also be "
+            f"a firewall or proxy between the hosts, or another program: then {advertise}"
+        )
+    if isinstance(error, ProtocolError):
+        return failure  # an answer, which says what to do
+    if isinstance(error, socket.gaierror):
+        return f"{failure}: the name is unknown: {advertise}"
+    if isinstance(error, ConnectionRefusedError):
+        advice = f"{advertise}, or TELEGRAD_LISTEN to that interface"
+        return f"{failure}: nothing listens there, or a firewall refuses it: {advice}"
+    return f"{failure}: it is the wrong interface ({advertise}), or a firewall blocks the port"
+
+
+def is_unknown_name(error: Exception) -> bool:
+    """Return whether a host name does not exist. A name server may also just not answer."""
+    return isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
 
 
 def tcp_addresses(member: Member) -> list[str]:

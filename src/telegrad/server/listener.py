@@ -314,7 +314,8 @@ class Listener:
         if peer["address"] not in self._endpoint.addresses:
             return (
                 f"the connection was meant for {peer['address']!r}, "
-                f"but this worker listens at {', '.join(self._endpoint.addresses)}"
+                f"but this worker listens at {', '.join(self._endpoint.addresses)}: let the "
+                "worker that was meant set TELEGRAD_ADVERTISE to an address that leads to it"
             )
         if _resumes(peer) and self._interrupted_channel(peer) is None:
             return "the channel that was interrupted has ended here"

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from hashlib import blake2b
 
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.wire.handshake import HandshakeBroken
 
 MAX_RECORD = 1 << 16  # bytes of plaintext of one `MacRecords` record
 _LENGTH = struct.Struct("<I")
@@ -237,7 +238,7 @@ class TlsRecords(Records):
                     self._fill(deadline)
             self._flush(deadline)
         except ConnectionResetError:
-            raise ProtocolError(_NO_TLS) from None
+            raise HandshakeBroken(_NO_TLS) from None
         except ssl.SSLError as error:
             self._send_alert(min(deadline, time.monotonic() + _ALERT_TIMEOUT))
             raise explain_tls_error(error) from None
@@ -284,7 +285,7 @@ class TlsRecords(Records):
         set_timeout(self._sock, deadline)
         data = self._sock.recv(_CHUNK)
         if not data:
-            raise ProtocolError(_CLOSED if self.tls.version() else _NO_TLS)
+            raise HandshakeBroken(_CLOSED if self.tls.version() else _NO_TLS)
         self._incoming.write(data)
 
     def _flush(self, deadline: float) -> None:
@@ -314,7 +315,7 @@ class PlainStream:
             set_timeout(self._sock, deadline)
             part = self._sock.recv(count - len(data))
             if not part:
-                raise ProtocolError(_CLOSED)
+                raise HandshakeBroken(_CLOSED)
             data += part
         return data
 

@@ -28,6 +28,7 @@ from telegrad.transport.tls import TlsContexts
 from telegrad.wire import admission_token
 from telegrad.wire.handshake import (
     MAGIC,
+    HandshakeBroken,
     HandshakeResult,
     Introduction,
     Steps,
@@ -151,7 +152,8 @@ def authenticate(
         return AuthenticatedSocket(sock, peer, records, key, True, server_side)
     except TimeoutError:
         sock.close()
-        raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
+        text = f"the peer did not finish its handshake within {timeout:g} s"
+        raise HandshakeBroken(text) from None
     except BaseException:
         sock.close()
         raise
@@ -206,5 +208,5 @@ def _peek(sock: socket.socket, count: int, deadline: float) -> bytes:
         if len(data) == count:
             return data
         if has_ended or not data:
-            raise ProtocolError("the peer closed the connection during the handshake")
+            raise HandshakeBroken("the peer closed the connection during the handshake")
         ends.poll(_PEEK_INTERVAL * 1000)

@@ -64,6 +64,13 @@ class ConnectionRefused(ProtocolError):
         super().__init__(f"the connection was refused: {reason}")
 
 
+class HandshakeBroken(ProtocolError):
+    """The connection ended, or nothing arrived any more, before the handshake was finished.
+
+    Another attempt may succeed: the network, or a busy peer, may have ended the connection.
+    """
+
+
 def client(key: bytes, introduction: Introduction, binding: bytes = b"") -> Steps:
     """Return the steps of the side that connects. `binding` is the channel binding."""
     client_nonce = os.urandom(32)
