@@ -36,7 +36,8 @@ class Config:
     heartbeat_interval: float = 5.0
     """Seconds between two heartbeats to each connected peer."""
     heartbeat_timeout: float = 30.0
-    """Seconds without a message after which a peer is considered lost."""
+    """Seconds without a message after which a peer is considered lost. A worker of another host may
+    be out of reach for `resume_timeout`; if its address refuses connections, for this time."""
     secret: str | None = field(default=None, repr=False)
     """The secret of the group, the same for all its workers. None: a key in a file that only this
     user can read."""

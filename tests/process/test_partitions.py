@@ -7,6 +7,8 @@ their counts. After a long one, both sides know that they have lost each other.
 from __future__ import annotations
 
 import gc
+import shutil
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ import pytest
 
 import telegrad.rpc as rpc
 from benchmarks.namespaces import Network
+from telegrad import current_agent
 from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.refs import RRef
@@ -34,13 +37,14 @@ pytestmark = [pytest.mark.process, pytest.mark.netns]
 
 CALLS = 5
 INTERRUPTION = 5.0  # seconds
-REFUSAL = 3.0
+REFUSAL = 6.0
 SURVIVED = {
     "heartbeat_interval": 0.5,
     "heartbeat_timeout": 2.0,
     "connect_timeout": 2.0,
     "resume_timeout": 60.0,
 }
+REFUSED = {**SURVIVED, "heartbeat_timeout": 30.0}  # for which refusals are survived
 NOT_SURVIVED = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "resume_timeout": 1.5}
 
 _runs: Counter[str] = Counter()
@@ -220,10 +224,29 @@ def test_calls_and_references_survive_reset_connections(
         proxy.do(resume_proxy)
 
     try:
-        with fleet_on(hosts, advertise=hosts.switch.address, **SURVIVED) as fleet:
+        with fleet_on(hosts, advertise=hosts.switch.address, **REFUSED) as fleet:
             check_survival(fleet, reset, resume)
     finally:
         proxy.close()
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="needs iptables")
+def test_calls_and_references_survive_a_firewall_that_refuses(
+    network: Callable[[int], Network],
+) -> None:
+    """It resets the connections to w1 and refuses others for a while."""
+    hosts = network(2)
+
+    def firewall(action: str) -> None:
+        rule = "INPUT -i eth0 -p tcp -j REJECT --reject-with tcp-reset"
+        subprocess.run([*hosts.hosts[1].prefix, "iptables", action, *rule.split()], check=True)
+
+    def heal() -> None:
+        time.sleep(REFUSAL)
+        firewall("-D")
+
+    with fleet_on(hosts, **REFUSED) as fleet:
+        check_survival(fleet, lambda: firewall("-I"), heal)
 
 
 # Interruptions that are not survived
@@ -263,3 +286,43 @@ def test_long_cuts_are_losses_on_both_sides(network: Callable[[int], Network]) -
         for rank in (1, 2, 3):  # a loss is final
             assert fleet[0].do(call_error, f"w{rank}") == f"w{rank}"
             assert fleet[rank].do(call_error, "w0") == "w0"
+
+
+def test_a_killed_worker_of_another_host_is_lost_soon(network: Callable[[int], Network]) -> None:
+    """Its host refuses connections: that is silence, long before `resume_timeout` has passed."""
+    hosts = network(3)
+    with fleet_on(hosts, **SURVIVED) as fleet:
+        fleet[0].do(begin_calls, ["w1"], "before", True)
+        fleet[1].do(begin_calls, ["w2"], "before", True)
+        fleet[1].do(calls_have_begun, CALLS)
+        fleet[2].do(calls_have_begun, CALLS)
+        fleet[1].kill()
+        assert fleet[0].do(how_calls_failed) == {"w1": "PeerLost"}
+        fleet[2].do(until_lost, "w1")  # it never called w1
+        assert [fleet[rank].do(call_error, "w1") for rank in (0, 2)] == ["w1", "w1"]
+
+
+def until_lost(name: str) -> None:
+    agent = current_agent()
+    assert agent is not None
+    until(lambda: name in agent._runtime.failures.lost_names())
+
+
+def test_a_worker_that_was_started_again_is_not_waited_for(
+    network: Callable[[int], Network],
+) -> None:
+    """The directory says that it has ended, while its old address still refuses connections."""
+    hosts = network(2)
+    with fleet_on(
+        hosts, **{**SURVIVED, "heartbeat_timeout": 120.0, "resume_timeout": 120.0}
+    ) as fleet:
+        fleet[0].do(begin_calls, ["w1"], "before", True)
+        fleet[1].do(calls_have_begun, CALLS)
+        fleet[1].kill()
+        fleet.restart(1)
+        assert fleet[0].do(how_calls_failed) == {"w1": "PeerLost"}
+        fleet[0].do(call_succeeds, "w1")
+
+
+def call_succeeds(to: str) -> None:
+    assert rpc.rpc_sync(to, own_name) == to

@@ -23,7 +23,7 @@ from telegrad.group.endpoint import (
     unix_address,
     verify_peer,
 )
-from telegrad.group.failure_detector import REFUSED_TIMEOUT, FailureDetector
+from telegrad.group.failure_detector import Attempts, FailureDetector
 from telegrad.group.membership import Member
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
@@ -83,10 +83,9 @@ class Dialer:
         Raise `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be
         reached. A member of another host is tried again while it may be out of reach.
         """
-        started = time.monotonic()
-        until = math.inf if timeout is None else started + timeout
-        give_up = started if member.is_local else started + self._config.resume_timeout
-        refused_since: float | None = None
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        patience = 0.0 if member.is_local else self._config.resume_timeout
+        attempts = Attempts(member, self._config, patience)
         pause = _RESUME_PAUSES[0]
         while True:
             attempt = self._dial_once(member, purpose, until)
@@ -95,17 +94,16 @@ class Dialer:
             now = time.monotonic()
             if now >= until:
                 raise TimeoutError
-            # The network between two hosts may be interrupted: that is no reason to give up.
-            refused_since = (refused_since or now) if attempt.refused else None
-            has_ended = refused_since is not None and now - refused_since > REFUSED_TIMEOUT
-            if attempt.final or now >= give_up or has_ended:
+            if attempts.failed(attempt.refused) or attempt.final:
                 raise PeerLost(
                     f"worker {member.name!r} cannot be reached"
                     f"{_describe_failures(attempt.failures)}",
                     peer=member.name,
                     sent=False,
                 )
-            time.sleep(min(pause, until - now, give_up - now))
+            if attempt.refused:
+                self._runtime.failures.look_up(member)
+            time.sleep(min(pause, until - now))
             pause = min(pause * 2, _RESUME_PAUSES[1])
 
     def _dial_once(
@@ -228,33 +226,29 @@ class Dialer:
     def _resume(self, channel: TcpChannel, address: str, member: Member, purpose: str) -> None:
         """Connect an interrupted channel again, or end it if that is not possible in time."""
         started = time.monotonic()
+        attempts = Attempts(member, self._config, self._config.resume_timeout)
         until = started + self._config.resume_timeout
-        refused_since: float | None = None
         pause = _RESUME_PAUSES[0]
         while channel.is_interrupted and not self._runtime.closing:
             received, interruption = channel.prepare_resume()
             session = {"session": channel.session, "received": received}
-            now = time.monotonic()
+            now, refused = time.monotonic(), False
             try:
                 limit = min(until, now + _RESUME_ATTEMPT)
                 connection = self._endpoint.connect(address, member, purpose, limit, session)
                 self._resume_over(channel, connection, interruption)
-            except ConnectionRefusedError as error:
-                reason = str(error)
-                refused_since = refused_since or now
-                if member.is_local or now - refused_since > REFUSED_TIMEOUT:
-                    channel.fail(f"no process listens at {address} any more")
-                    return
             except ChannelClosed:
                 return  # it was closed, or another thread has resumed it
-            except (WrongWorker, ConnectionRefused, AuthenticationError) as error:
+            except (WrongWorker, ConnectionRefused) as error:
                 # a peer that has just accepted the channel may not know it yet
                 if not isinstance(error, ConnectionRefused) or now - started > _RESUME_PAUSES[1]:
                     channel.fail(f"it cannot be resumed: {error}")
                     return
                 reason = str(error)
             except (OSError, ProtocolError) as error:
-                reason, refused_since = str(error), None
+                # Who does not know the secret can say nothing about the worker.
+                refused = isinstance(error, ConnectionRefusedError | AuthenticationError)
+                reason = str(error)
             else:
                 _log.info(
                     "the connection to worker %r was resumed after %.1f s",
@@ -262,10 +256,11 @@ class Dialer:
                     time.monotonic() - started,
                 )
                 return
-            if time.monotonic() > until:
-                limit = self._config.resume_timeout
-                channel.fail(f"it could not be resumed within {limit} s: {reason}")
+            if lost := attempts.failed(refused):
+                channel.fail(f"{lost} ({address}: {reason})")
                 return
+            if refused:
+                self._runtime.failures.look_up(member)
             if channel.wait_until_closed(pause):
                 return
             pause = min(pause * 2, _RESUME_PAUSES[1])

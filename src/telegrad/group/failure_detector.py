@@ -1,11 +1,15 @@
 """`FailureDetector`: find out which workers are lost, and declare them lost permanently.
 
-A worker is lost for one of these reasons: it sent a LEAVE frame, its connections broke, it sent no
-heartbeat, or it cannot be reached although a layer above needs to know whether it is alive
-(`watch`). An incarnation that was declared lost stays lost: its connections are closed on this
-side too, so that it notices and joins again.
+A worker is lost for one of these reasons: it sent a LEAVE frame, its process has ended on this
+host, it was silent for too long, or the directory says that it has left or was started again. An
+incarnation that was declared lost stays lost: its connections are closed on this side too, so that
+it notices and joins again.
 
-State: `_lost` (incarnations) is changed under `_lock`. `_listeners` grows while layers above start.
+A failed attempt to connect is no reason; see `Attempts` for when a series of them is. What needs to
+know whether a worker is alive, and has no connection to it, asks for attempts (`watch`).
+
+State: `_lost` and `_looked_up` (incarnations) are changed under `_lock`. `_listeners` grows while
+layers above start.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Protocol
 
 from telegrad.config import Config
 from telegrad.errors import JoinError, StoreTampered, TelegradError, UsageError
+from telegrad.group.hosts import host_id
 from telegrad.group.membership import Directory, Member
 from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
@@ -26,11 +31,50 @@ from telegrad.wire.handshake import Incarnation
 
 LossListener = Callable[[str, Incarnation], None]
 
-# Seconds after which a worker of another host is lost if no process listens at its address.
-REFUSED_TIMEOUT = 5.0
+_HAS_ENDED = "it has left or was started again"
 _RETRY = 1.0  # seconds between two attempts to reach a worker that is watched
 
 _log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """A series of attempts to reach a worker: do they show that it is lost?
+
+    On this host, the kernel knows: if no process listens at its addresses, the worker has ended.
+
+    On another host, an address also refuses connections while a firewall or a proxy on the way is
+    started again, or a router sends them elsewhere. So refusals count as silence. The worker is
+    lost when its address has refused every attempt for `Config.heartbeat_timeout`, as a worker
+    that was killed does. If attempts fail in another way, the network may be cut: the worker is
+    lost when it could not be reached for `limit` seconds.
+    """
+
+    def __init__(self, member: Member, config: Config, limit: float) -> None:
+        on_this_host = member.is_local or member.host == host_id()
+        self._refusal_limit = 0.0 if on_this_host else config.heartbeat_timeout
+        self._limit = limit
+        self._started = time.monotonic()
+        self._refused_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Attempts for {time.monotonic() - self._started:.1f} of {self._limit} s>"
+
+    def failed(self, refused: bool) -> str:
+        """Note that an attempt failed. Return why the worker is lost, "" if it may be alive.
+
+        `refused`: at its addresses, no process listens, or one that is not the worker.
+        """
+        now = time.monotonic()
+        if not refused:
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = now
+        if self._refused_since is not None and now - self._refused_since >= self._refusal_limit:
+            waited = f" for {self._refusal_limit:g} s" if self._refusal_limit else ""
+            return f"no process listens at its address any more{waited}"
+        if now - self._started >= self._limit:
+            return f"it could not be reached for {self._limit:g} s"
+        return ""
 
 
 class MonitoredPeer(Protocol):
@@ -46,7 +90,7 @@ class MonitoredPeers(Protocol):
 
     def current(self, name: str) -> MonitoredPeer | None: ...
     def connected(self, to: str) -> MonitoredPeer | None: ...
-    def reach(self, to: str) -> MonitoredPeer: ...
+    def reach(self, to: str, timeout: float | None = None) -> MonitoredPeer: ...
 
 
 class Prober(Protocol):
@@ -78,6 +122,7 @@ class FailureDetector:
     def __init__(self, runtime: DetectorRuntime) -> None:
         self._runtime = runtime
         self._lost: set[Incarnation] = set()
+        self._looked_up: set[Incarnation] = set()  # in the directory, at this moment
         self._listeners: list[LossListener] = []
         self._lock = threading.Lock()
 
@@ -138,43 +183,54 @@ class FailureDetector:
     def watch(self, incarnation: Incarnation) -> None:
         """Make sure that the loss of a worker is noticed: connect to it, and retry on failure."""
         runtime = self._runtime
-        started = time.monotonic()
-        refused_since: float | None = None
+        attempts: Attempts | None = None
 
         def check() -> None:
-            nonlocal refused_since
+            nonlocal attempts
             if runtime.closing or self.is_lost(incarnation):
                 return
             name = runtime.directory.name_of(incarnation)
             try:
-                alive: bool | None = runtime.peers.reach(name).member.incarnation == incarnation
-            except TelegradError as error:
-                # A failure to connect does not prove that the worker has ended. It may be stopped,
-                # or out of descriptors, or its network is cut. It gets as much time as a worker
-                # that sends no heartbeats.
-                reason, now = str(error), time.monotonic()
+                peer = runtime.peers.reach(name, _RETRY)
+            except (TelegradError, TimeoutError) as error:
                 member = self._registered(name)
-                if (
-                    member is None
-                    or member.left
-                    or member.incarnation != incarnation
-                    or now > started + self._silence_limit(member)
-                ):
-                    alive = False
-                elif runtime.dialer.probe(member) is False:  # no process listens there
-                    refused_since = refused_since or now
-                    ended = member.is_local or now - refused_since > REFUSED_TIMEOUT
-                    alive = False if ended else None
+                if _has_ended(member, incarnation):
+                    self.declare_lost(name, incarnation, reason=str(error) or _HAS_ENDED)
+                    return
+                assert member is not None
+                attempts = attempts or Attempts(member, runtime.config, self._silence_limit(member))
+                reason = attempts.failed(runtime.dialer.probe(member) is False)
+                if reason:
+                    self.declare_lost(name, incarnation, reason=reason)
                 else:
-                    refused_since, alive = None, None
+                    runtime.clock.call_at(time.monotonic() + _RETRY, lambda: self._run_soon(check))
             else:
-                reason = "another worker has taken its name"
-            if alive is False:
-                self.declare_lost(name, incarnation, reason=reason)
-            elif alive is None:
-                runtime.clock.call_at(time.monotonic() + _RETRY, lambda: self._run_soon(check))
+                if peer.member.incarnation != incarnation:
+                    reason = "another worker has taken its name"
+                    self.declare_lost(name, incarnation, reason=reason)
 
         self._run_soon(check)
+
+    def look_up(self, member: Member) -> None:
+        """Let another thread look whether the directory says that a worker has ended.
+
+        The store may be slow, or be out of reach like the worker.
+        """
+        name, incarnation = member.name, member.incarnation
+        with self._lock:
+            if incarnation in self._looked_up:
+                return
+            self._looked_up.add(incarnation)
+
+        def look() -> None:
+            try:
+                if _has_ended(self._registered(name), incarnation):
+                    self.declare_lost(name, incarnation, reason=_HAS_ENDED)
+            finally:
+                with self._lock:
+                    self._looked_up.discard(incarnation)
+
+        self._run_soon(look)
 
     def _registered(self, name: str) -> Member | None:
         """Return the directory's present entry of a worker; None: it has none."""
@@ -197,6 +253,11 @@ class FailureDetector:
 
     def _run_soon(self, job: Callable[[], None]) -> None:
         self._runtime.threads.start_with_retry(job, self._runtime.clock)
+
+
+def _has_ended(registered: Member | None, incarnation: Incarnation) -> bool:
+    """Return whether a worker is not the one that is registered any more."""
+    return registered is None or registered.left or registered.incarnation != incarnation
 
 
 def lost_notice(name: str, reason: str) -> str:
