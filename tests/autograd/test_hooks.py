@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd.hooks import SuppressedHooks
 from telegrad.autograd.local_graph import LocalGraph
 from telegrad.autograd.send_recv import (
-    DUMMY_LEAF,
-    GradientCapture,
-    ReceivedTensor,
     SentTensor,
     accumulate_grad_node,
+    attach_receive_nodes,
 )
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
@@ -104,20 +104,89 @@ def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(
 def test_a_hook_never_sees_part_of_a_gradient() -> None:
     """Hooks wait until both gradients of a tensor are there, while other tensors are answered."""
     seen: list[list[float]] = []
-    leaf, capture = new_leaf(), GradientCapture()
-    arrived = ReceivedTensor.apply(DUMMY_LEAF, (torch.ones(3),), capture)  # type: ignore[no-untyped-call]
+    leaf = new_leaf()
+    _, receives = attach_receive_nodes([torch.ones(3)], [1], "somebody")
+    (group,) = receives.values()
     y = 2 * leaf
     y.register_hook(lambda gradient: seen.append(gradient.tolist()))
     sources = {"y": SentTensor(y, "somebody"), "z": SentTensor(3 * y, "somebody")}
-    graph = LocalGraph(
-        sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: capture}, retain_graph=False
-    )
+    graph = LocalGraph(sources, receives, retain_graph=False)
     graph.resolve("y", torch.ones_like(y))
-    assert graph.run() == ([], [(("somebody", 1), False, None)])
+    assert graph.run() == ([], [(group, (None,), range(1))])
     assert seen == []
     graph.resolve("z", torch.ones_like(y))
     assert [gradient.tolist() for _, gradient in graph.run().leaves] == [[8, 8, 8]]
     assert seen == [[4, 4, 4]]
+
+
+class Stop(torch.autograd.Function):
+    """A function whose backward returns None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def observe_some(log: Log, third: str, xs: list[Tensor]) -> Tensor:
+    """Use some of many tensors, and register hooks on used and unused ones."""
+
+    def note(name: str, gradient: Tensor | None) -> None:
+        log.note((name, None if gradient is None else gradient.tolist()))
+
+    def note_all(gradients: Sequence[Tensor | None]) -> None:
+        for gradient in gradients:
+            note("several", gradient)
+
+    xs[0].register_hook(lambda gradient: note("used", gradient))
+    xs[0].register_hook(lambda gradient: gradient * 3)
+    xs[1].register_hook(lambda gradient: note("unused", gradient))
+    xs[2].register_hook(lambda gradient: note("undefined", gradient))
+    xs[3].retain_grad()
+    register_multi_grad_hook(xs[3:6], note_all)
+    kept.append(xs[3])
+    doubled = 2 * xs[6]
+    on_third = here().call(third, torch.sin, doubled) if third else torch.sin(doubled)
+    stopped: Tensor = Stop.apply(xs[2])  # type: ignore[no-untyped-call]
+    return (xs[0] * xs[3] * xs[4] + stopped + on_third).sum()
+
+
+def observed(log: Log, leaves: list[Tensor]) -> list[Tensor]:
+    """Return copies with hooks on one that is not used, and on one with an undefined gradient."""
+    xs = [leaf.clone() for leaf in leaves]
+    for index in (1, 2):
+        xs[index].register_hook(lambda gradient, index=index: log.note(("sent", index, gradient)))
+    return xs
+
+
+kept: list[Tensor] = []
+
+
+@pytest.mark.parametrize("third", ["", "w2"])
+def test_hooks_on_some_of_many_small_tensors(
+    workers: LocalCluster, w0: Agent, log: Log, third: str
+) -> None:
+    """These share a node of the graph, but each has its own gradient and hooks."""
+    leaves = [new_leaf(number / 50, 2.0) for number in range(100)]
+    with autograd.context(agent=w0) as context_id:
+        # With a third worker, w1 has to wait for a gradient when it has the first one.
+        y = w0.call("w1", observe_some, log, third, observed(log, leaves))
+        autograd.backward(context_id, [y])
+        found = everything(workers, context_id, *leaves)
+    retained = kept.pop().grad
+    notes = Log()
+    arrived = [x.clone() for x in observed(notes, leaves)]
+    expected = alone(observe_some(notes, "", arrived), *leaves)
+    expected_retained = kept.pop().grad
+    assert retained is not None
+    assert expected_retained is not None
+    torch.testing.assert_close(retained, expected_retained)
+    assert sorted(log.entries, key=str) == sorted(notes.entries, key=str)
+    assert len(log.entries) == 6
+    assert_equal(found, expected)
 
 
 def test_a_hook_between_two_ends_runs_once(workers: LocalCluster, w0: Agent, log: Log) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd.local_graph import LocalGraph
-from telegrad.autograd.send_recv import DUMMY_LEAF, GradientCapture, ReceivedTensor, SentTensor
+from telegrad.autograd.send_recv import ReceivedGroup, SentTensor, attach_receive_nodes
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import alone, assert_equal, everything, new_leaf, weigh, weight
 
@@ -328,15 +329,14 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
     leaf = new_leaf()
     shared = leaf.exp().sin()
     sources: dict[Any, SentTensor] = {}
-    receives, captures = {}, {}
+    receives: dict[Node, ReceivedGroup] = {}
     states: list[Tensor] = []
     sent: list[Tensor] = []
     for number in range(count):
-        capture = GradientCapture()
-        arrived = ReceivedTensor.apply(DUMMY_LEAF, (torch.ones(3, dtype=torch.double),), capture)  # type: ignore[no-untyped-call]
+        data = torch.ones(3, dtype=torch.double)
+        (arrived,), nodes = attach_receive_nodes([data], [number], "somebody")
         states.append(arrived)
-        receives[arrived.grad_fn] = "somebody", number
-        captures[arrived.grad_fn] = capture
+        receives.update(nodes)
         sent.append((arrived * leaf).sin() * shared)
         sources[number] = SentTensor(sent[-1], "somebody")
     loss = loss_of(states, sent[-1], leaf)
@@ -345,7 +345,7 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
         ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True
     )
     sources["loss"] = SentTensor(loss, "somebody")
-    graph = LocalGraph(sources, receives, captures, retain_graph=False)
+    graph = LocalGraph(sources, receives, retain_graph=False)
     found = 0
 
     def count_calls(*_: Any) -> None:

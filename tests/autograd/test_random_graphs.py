@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from telegrad.testing import LocalCluster
+from telegrad.wire import codec
 from tests.autograd.programs import random_program
 from tests.autograd.running import assert_same, run_alone, run_distributed
 from tests.conftest import Clusters
@@ -28,7 +29,12 @@ def check(random: Random, cluster: LocalCluster) -> None:
 
 
 @pytest.mark.timeout(120 + _COUNT)
-def test_gradients_are_those_of_one_process(cluster: Clusters) -> None:
+@pytest.mark.parametrize("shares_nodes", [False, True], ids=["", "shared"])
+def test_gradients_are_those_of_one_process(
+    cluster: Clusters, shares_nodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shares_nodes:  # also few tensors of a message are stacked, and share a node when they arrive
+        monkeypatch.setattr(codec, "holds_many", lambda *_: True)
     workers = cluster(5)
     for seed in range(_FIRST, _FIRST + _COUNT):
         try:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch.autograd.graph import Node
 
-from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, TensorOrigin
+from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, ReceivedGroup
 from telegrad.errors import UsageError
 
 _MAX_PATH_LENGTH = 4  # nodes between one that runs and a leaf, if they are to run with it
@@ -23,7 +23,7 @@ class Dependencies:
     is counted once, so all decisions of a pass together take linear time.
     """
 
-    def __init__(self, starts: Iterable[Node], receives: Mapping[Node, TensorOrigin]) -> None:
+    def __init__(self, starts: Iterable[Node], receives: Mapping[Node, ReceivedGroup]) -> None:
         self._receives = receives
         self.children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         self._parents: dict[Node, list[Node]] = {}
@@ -106,6 +106,16 @@ class Dependencies:
     def follows(self, node: Node, nodes: Collection[Node]) -> bool:
         """Return True if one of `nodes` has an edge to this node."""
         return any(parent in nodes for parent in self._parents.get(node, ()))
+
+    def reached_outputs(self, node: Node) -> set[int]:
+        """Return the outputs of a decided node that reached nodes have edges to."""
+        return {
+            output
+            for parent in set(self._parents.get(node, ()))
+            if parent in self._reached
+            for child, output in self.children[parent]
+            if child is node
+        }
 
     def _take_nodes_between(self, nodes: Iterable[Node]) -> dict[Node, None]:
         """Return the ready nodes between `nodes` and leaves, such as the transposition of a weight.

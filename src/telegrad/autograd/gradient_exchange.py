@@ -30,8 +30,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.gradient_messages import GradientMessage, Gradients, pack, unpack
 from telegrad.autograd.gradients import add_gradients
-from telegrad.autograd.local_graph import GradientSource, LocalGraph
-from telegrad.autograd.send_recv import SentTensor, TensorOrigin
+from telegrad.autograd.local_graph import GradientSource, LocalGraph, ReceivedGradients
+from telegrad.autograd.send_recv import ReceivedGroup, SentTensor
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, TelegradError
 
@@ -79,15 +79,15 @@ class GradientExchange:
                 self._unanswered_sends[peer] = {tensor_id}
         # By peer: the ids of tensors that were received from it and that have no answer.
         self._unanswered_receives: dict[str, set[int]] = {}
-        for peer, tensor_id in receives.values():
-            if peer in self._unanswered_receives:
-                self._unanswered_receives[peer].add(tensor_id)
+        for group in receives.values():
+            if group.peer in self._unanswered_receives:
+                self._unanswered_receives[group.peer].update(group.tensor_ids)
             else:
-                self._unanswered_receives[peer] = {tensor_id}
+                self._unanswered_receives[group.peer] = set(group.tensor_ids)
         for index, root in enumerate(roots):
             sources[index, "root"] = _RootTensor(root)
         self._sends = sends
-        self._graph = LocalGraph(sources, receives, context.captures, retain_graph)
+        self._graph = LocalGraph(sources, receives, retain_graph)
         for index, root in enumerate(roots):
             self._graph.resolve((index, "root"), torch.ones_like(root))
         # By tensor id: how many further answers the peer sends, all of which are added up.
@@ -105,16 +105,16 @@ class GradientExchange:
         return f"<GradientExchange: {self._graph!r}>"
 
     def _add_shortcut(
-        self, send: SentTensor, tensor_id: int, receives: dict[Node, TensorOrigin]
+        self, send: SentTensor, tensor_id: int, receives: dict[Node, ReceivedGroup]
     ) -> bool:
         """Add a shortcut and return True if a tensor was sent back to where it came from."""
-        node = send.edge().node
-        origin = receives.get(node)
-        if origin is None or origin[0] != send.peer or send.peer == self._own_incarnation:
+        node, output = send.edge()[:2]
+        group = receives.get(node)
+        if group is None or group.peer != send.peer or send.peer == self._own_incarnation:
             return False
-        if not self._context.captures[node].is_unobserved(node):
+        if not group.is_unobserved(node):
             return False
-        self._own_shortcuts.setdefault(send.peer, {})[tensor_id] = origin[1]
+        self._own_shortcuts.setdefault(send.peer, {})[tensor_id] = group.tensor_ids[output]
         return True
 
     @property
@@ -232,14 +232,8 @@ class GradientExchange:
             if result.leaves:
                 self._context.accumulate(result.leaves)
             has_resolved = False
-            used = self._used_shortcuts
-            for (peer, tensor_id), reached, gradient in result.receives:
-                self._unanswered_receives[peer].discard(tensor_id)
-                if used and tensor_id in used.get(peer, ()):
-                    self._graph.resolve(used[peer][tensor_id], gradient, reached=reached)
-                    has_resolved = True
-                else:
-                    self._add_outgoing(peer, tensor_id, reached, gradient)
+            for answers in result.receives:
+                has_resolved |= self._take_own_answers(answers)
             message_to_self = None
             if self._own_incarnation in self.peers:
                 message_to_self = self.next_message(self._own_incarnation)
@@ -247,6 +241,25 @@ class GradientExchange:
                 self.apply(self._own_incarnation, message_to_self)
             elif not has_resolved:
                 return
+
+    def _take_own_answers(self, answers: ReceivedGradients) -> bool:
+        """Take answers for received tensors. Return True if a shortcut uses one of them."""
+        group, gradients, unreached = answers
+        peer, tensor_ids = group.peer, group.tensor_ids
+        self._unanswered_receives[peer].difference_update(tensor_ids)
+        used = self._used_shortcuts.get(peer, {})
+        if not unreached and used.keys().isdisjoint(tensor_ids):
+            outgoing, _ = self._outgoing.setdefault(peer, ([], []))
+            outgoing += zip(tensor_ids, gradients, strict=True)
+            return False
+        has_resolved = False
+        for index, (tensor_id, gradient) in enumerate(zip(tensor_ids, gradients, strict=True)):
+            if tensor_id in used:
+                self._graph.resolve(used[tensor_id], gradient, reached=index not in unreached)
+                has_resolved = True
+            else:
+                self._add_outgoing(peer, tensor_id, index not in unreached, gradient)
+        return has_resolved
 
     # Messages to peers
 

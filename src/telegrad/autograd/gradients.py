@@ -66,6 +66,11 @@ class PendingGradients:
         with self._lock:
             self.add(node, index, gradient)
 
+    def take_outputs(self, node: Node, count: int) -> list[Tensor | None]:
+        """Remove and return the gradients for the first inputs of a node."""
+        gradients = self.gradients.pop(node)
+        return [gradients[index].tensor if index in gradients else None for index in range(count)]
+
     def take_roots(self, nodes: Iterable[Node]) -> list[RunRoot]:
         """Remove the gradients for nodes that are about to run, and return them as roots."""
         roots = []

@@ -9,6 +9,12 @@ Torch does not show which tensor hooks a node has. So `record_hooks` wraps `Tens
 once, when a process gets its first autograd context. The wrapper stores a weak reference to the
 dictionary of hooks in the metadata of the node.
 
+Tensors that share a node (`send_recv.is_shared_node`) must behave as if each had its own. If the
+loss depends on some of them, the engine calls the hooks of all. So these are registered as
+`_DefinedOnly`, which ignores undefined gradients, and `local_graph` calls them with None if the
+loss depends on their tensor. The hooks that `torch.autograd.graph` registers for several tensors
+expect one call for each output of a node, so they are left as they are.
+
 State: `_SuppressibleHook` objects replace hooks in dictionaries, and `apply` of nodes, during runs
 that need them. `_lock` is held while they are inserted and removed.
 """
@@ -56,7 +62,17 @@ def register_own_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> 
     return handle
 
 
-def record_hooks() -> None:
+class _DefinedOnly:
+    """Replaces a hook of a tensor that shares its node, and ignores undefined gradients."""
+
+    def __init__(self, original: Callable[[Tensor | None], Any]) -> None:
+        self.original = original
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        return None if gradient is None else self.original(gradient)
+
+
+def record_hooks(is_shared_node: Callable[[Any], bool]) -> None:
     """Record from now on which nodes get tensor hooks."""
     original = Tensor.register_hook
     with _lock:
@@ -65,6 +81,10 @@ def record_hooks() -> None:
 
         @functools.wraps(original)
         def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+            with torch._C.DisableTorchFunctionSubclass():
+                is_shared = is_shared_node(self.grad_fn)
+            if is_shared and getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
+                hook = _DefinedOnly(hook)  # type: ignore[arg-type]
             handle: RemovableHandle = original(self, hook)  # type: ignore[no-untyped-call]
             with torch._C.DisableTorchFunctionSubclass():
                 _record(self, handle)
@@ -82,8 +102,8 @@ def _record(tensor: Tensor, handle: RemovableHandle) -> None:
     if node is None or hooks is None:
         return  # the hooks of a leaf are in `_backward_hooks`
     recorded = node.metadata.setdefault(_KEY, [])
-    if all(reference() is not hooks for reference in recorded):
-        recorded.append(handle.hooks_dict_ref)
+    if all(reference() is not hooks for _, reference in recorded):
+        recorded.append((tensor.output_nr, handle.hooks_dict_ref))
 
 
 def tensor_hooks(node: Any) -> list[dict[int, Any]]:
@@ -91,7 +111,7 @@ def tensor_hooks(node: Any) -> list[dict[int, Any]]:
     leaf = getattr(node, "variable", None)
     if leaf is not None and not isinstance(node, torch._C._FunctionBase):
         return [leaf._backward_hooks] if leaf._backward_hooks else []
-    found = [reference() for reference in node.metadata.get(_KEY, ())]
+    found = [reference() for _, reference in node.metadata.get(_KEY, ())]
     return [hooks for hooks in found if hooks]
 
 
@@ -102,6 +122,15 @@ def call_tensor_hooks(node: Node, gradient: Tensor | None) -> Tensor | None:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
     return gradient
+
+
+def call_hooks_of_output(node: Any, output: int) -> None:
+    """Call the hooks of one tensor of a shared node with None, which the engine did not."""
+    for index, reference in node.metadata.get(_KEY, ()):
+        for hook in list((reference() or {}).values()) if index == output else ():
+            original = hook.original if isinstance(hook, _SuppressibleHook) else hook
+            if isinstance(original, _DefinedOnly) and original.original(None) is not None:
+                raise RuntimeError("can't replace a None gradient with a non-None value")
 
 
 def node_hooks(node: Node) -> list[dict[int, Any]]:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd import observed_leaves
+from telegrad.autograd import hooks, observed_leaves
 from telegrad.autograd.dependencies import Dependencies, other_context_error
 from telegrad.autograd.gradients import (
     PendingGradients,
@@ -42,12 +42,11 @@ from telegrad.autograd.gradients import (
     leaf_gradients,
     run_engine,
 )
-from telegrad.autograd.partial_run import PartialRunner
+from telegrad.autograd.partial_run import PartialRunner, run_to_ends
 from telegrad.autograd.send_recv import (
     ACCUMULATE_GRAD,
     RECEIVED,
-    GradientCapture,
-    TensorOrigin,
+    ReceivedGroup,
     leaf_of,
 )
 from telegrad.autograd.untracked_results import untracked_results
@@ -68,16 +67,22 @@ class GradientSource(Protocol):
         """Return a node of a torch operation whose only edge is `edge()`."""
 
 
-# The answer for a received tensor: whether the loss depends on it, and its gradient. It is not a
-# named tuple, since there can be many and these take several times as long to create.
-ReceivedGradient = tuple[TensorOrigin, bool, Tensor | None]
+class ReceivedGradients(NamedTuple):
+    """The answers for the received tensors of one node: their gradients.
+
+    `unreached` are the indices of tensors that the loss does not depend on.
+    """
+
+    group: ReceivedGroup
+    gradients: Sequence[Tensor | None]
+    unreached: Collection[int]
 
 
 class RunResult(NamedTuple):
     """What a run computed: gradients of leaves, and answers for received tensors."""
 
     leaves: list[tuple[Tensor, Tensor]]
-    receives: list[ReceivedGradient]
+    receives: list[ReceivedGradients]
 
 
 class _Subgraph(NamedTuple):
@@ -97,8 +102,7 @@ class LocalGraph:
     def __init__(
         self,
         sources: Mapping[Any, GradientSource],
-        receives: Mapping[Node, TensorOrigin],
-        captures: Mapping[Node, GradientCapture],
+        receives: Mapping[Node, ReceivedGroup],
         retain_graph: bool,
     ) -> None:
         self._sources = sources
@@ -107,8 +111,9 @@ class LocalGraph:
         # Unresolved sources that have got a gradient.
         self._partly_reached: set[Any] = set()
         self._receives = receives
-        self._captures = captures
         self._unanswered = dict.fromkeys(receives)
+        # Outputs of nodes in `_receives` that sources with a gradient lead to directly.
+        self._reached_outputs: dict[Node, set[int]] = {}
         self._retain_graph = retain_graph
         self._pending = PendingGradients()
         self._leaf_gradients: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
@@ -121,7 +126,8 @@ class LocalGraph:
     def __repr__(self) -> str:
         return (
             f"<LocalGraph {len(self._unresolved)} of {len(self._sources)} sources unresolved, "
-            f"{len(self._unanswered)} receives unanswered>"
+            f"{sum(map(len, map(self._receives.__getitem__, self._unanswered)))} receives "
+            "unanswered>"
         )
 
     # Sources
@@ -151,6 +157,8 @@ class LocalGraph:
             return
         if reached:
             node, index = source.edge()[:2]
+            if node in self._receives:
+                self._reached_outputs.setdefault(node, set()).add(index)
             if gradient is not None:
                 self._pending.add(node, index, gradient)
             else:
@@ -197,20 +205,15 @@ class LocalGraph:
             if result is not None:
                 return result
             self._partial_runner = PartialRunner(
-                self._count_dependencies(), self._pending, self._captures, self._retain_graph
+                self._count_dependencies(), self._pending, self._receives, self._retain_graph
             )
         decided = self._partial_runner.dependencies.take_receives()
         for node, _ in decided:
             del self._unanswered[node]
         ends = [node for node, reached in decided if reached]
-        answers: list[ReceivedGradient] = [
-            (self._receives[node], False, None) for node, reached in decided if not reached
-        ]
+        answers = [self._unreached(node) for node, reached in decided if not reached]
         if ends:
-            gradients = self._partial_runner.run(ends)
-            answers += [
-                (self._receives[node], True, gradient) for node, gradient in gradients.items()
-            ]
+            answers += self._reached(self._partial_runner.run(ends), ())
         return RunResult([], answers)
 
     def _count_dependencies(self) -> Dependencies:
@@ -294,27 +297,68 @@ class LocalGraph:
         untracked_results.raise_if_reached(leaves, of_leaves)
         observed_leaves.raise_if_sharded(leaves, of_leaves)
         wanted = [node for node in receives if node in subgraph.nodes]
-        answers: dict[Node, Tensor | None] = {}
+        answers: dict[Node, Sequence[Tensor | None]] = {}
         if self._partial_runner is not None:
             ready = self._partial_runner.dependencies.ready
             answers, wanted = self._partial_runner.take_undefined(wanted, ready)
-        gradients: Sequence[Tensor | None]
         if self._has_all_gradients(wanted):
-            gradients = [self._pending.gradients.pop(node)[0].tensor for node in wanted]
+            for node in wanted:
+                answers[node] = self._pending.take_outputs(node, len(self._receives[node]))
         else:
             roots = self._pending.take_roots(list(self._pending))
             if leaf_nodes and observed_leaves.any_observed(leaf_nodes, self._replicated):
-                gradients = self._run_through_grad(roots, leaves, wanted)
+                gradients, found = self._run_through_grad(roots, leaves, wanted)
             else:
-                ends = list(map(GradientEdge, (*leaf_nodes, *wanted), itertools.repeat(0)))
-                gradients = run_engine(roots, ends, self._retain_graph)
+                ends = list(map(GradientEdge, leaf_nodes, itertools.repeat(0)))
+                gradients, found = run_to_ends(
+                    roots, ends, wanted, self._receives, self._retain_graph
+                )
+            answers.update(found)
             if leaf_nodes:
                 of_leaves += leaf_gradients(leaves, gradients, roots)
-        answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
-        origins = self._receives
-        return RunResult(
-            of_leaves, [(origins[node], node in answers, answers.get(node)) for node in receives]
-        )
+        unreached = [self._unreached(node) for node in receives if node not in answers]
+        return RunResult(of_leaves, unreached + self._reached(answers, subgraph.nodes))
+
+    # Answers for received tensors
+
+    def _unreached(self, node: Node) -> ReceivedGradients:
+        """Return the answers for tensors that the loss does not depend on."""
+        group = self._receives[node]
+        return ReceivedGradients(group, (None,) * len(group), range(len(group)))
+
+    def _reached(
+        self, gradients: Mapping[Node, Sequence[Tensor | None]], explored: Collection[Node]
+    ) -> list[ReceivedGradients]:
+        """Return the answers for tensors of nodes that the loss depends on.
+
+        `explored` are the nodes that were found in this run, if there are no `Dependencies`.
+        """
+        answers = []
+        for node, found in gradients.items():
+            group = self._receives[node]
+            missing = [output for output, each in enumerate(found) if each is None]
+            if not missing or len(group) == 1:
+                answers.append(ReceivedGradients(group, found, ()))
+                continue
+            reached = self._find_reached_outputs(node, explored)
+            for output in missing:
+                if output in reached:
+                    hooks.call_hooks_of_output(node, output)
+            answers.append(ReceivedGradients(group, found, {*missing} - reached))
+        return answers
+
+    def _find_reached_outputs(self, node: Node, explored: Collection[Node]) -> set[int]:
+        """Return the outputs of a node of received tensors that the loss depends on."""
+        direct = self._reached_outputs.get(node, set())
+        if self._partial_runner is not None:
+            return direct | self._partial_runner.dependencies.reached_outputs(node)
+        return direct | {
+            output
+            for parent in explored
+            if parent not in self._receives
+            for child, output in parent.next_functions
+            if child is node
+        }
 
     def _has_all_gradients(self, receives: list[Node]) -> bool:
         """Return True if the pending gradients are those of the received tensors, without a run."""
@@ -322,28 +366,31 @@ class LocalGraph:
         if self._pending.undefined or len(receives) != len(gradients):
             return False
         return all(
-            node in gradients and self._captures[node].is_unobserved(node) for node in receives
+            node in gradients and self._receives[node].is_unobserved(node) for node in receives
         )
 
     def _run_through_grad(
         self, roots: list[RunRoot], leaves: list[Tensor], receives: list[Node]
-    ) -> list[Tensor | None]:
+    ) -> tuple[list[Tensor | None], dict[Node, Sequence[Tensor | None]]]:
         """Run the engine so that gradients of leaves go to `.grad`, as in `loss.backward()`."""
-        captures = [self._captures[node] for node in receives]
+        groups = [self._receives[node] for node in receives]
         with _grad_attribute_lock:
             before = [leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
-            for capture in captures:
-                capture.is_active = True
+            for group in groups:
+                group.is_active = True
             try:
                 ends: list[Tensor | GradientEdge] = [*leaves]
                 ends += [GradientEdge(node, 0) for node in receives]
                 run_engine(roots, ends, self._retain_graph, accumulate=True)
                 found = [observed_leaves.take_gradient(leaf, self._replicated) for leaf in leaves]
-                return found + [capture.gradient for capture in captures]
+                return found, {
+                    node: group.gradients or (None,) * len(group)
+                    for node, group in zip(receives, groups, strict=True)
+                }
             finally:
-                for capture in captures:
-                    capture.is_active, capture.gradient = False, None
+                for group in groups:
+                    group.is_active, group.gradients = False, None
                 for leaf, gradient in zip(leaves, before, strict=True):
                     leaf.grad = gradient

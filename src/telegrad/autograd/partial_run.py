@@ -6,8 +6,8 @@ blocked nodes as pending and returns undefined gradients instead. The engine sti
 blocked nodes, with undefined gradients, and can visit nodes behind them. Hooks and functions
 written in Python would notice that, so they are suppressed during the run (`hooks`).
 
-Undefined gradients for blocked nodes are not stored. If a received tensor gets no other gradient,
-its answer is an undefined gradient too (`take_undefined`).
+Undefined gradients for blocked nodes are not stored. If received tensors get no other gradients,
+the answers for them are undefined gradients too (`take_undefined`).
 
 State: belongs to one backward pass, which is used by one thread at a time.
 """
@@ -24,7 +24,10 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.autograd import hooks
 from telegrad.autograd.dependencies import Dependencies
 from telegrad.autograd.gradients import PendingGradients, RunRoot, run_engine
-from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, GradientCapture, leaf_of
+from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, ReceivedGroup, leaf_of
+
+# By node of received tensors: their gradients.
+GroupGradients = dict[Node, Sequence[Tensor | None]]
 
 
 class PartialRunner:
@@ -34,41 +37,43 @@ class PartialRunner:
         self,
         dependencies: Dependencies,
         pending: PendingGradients,
-        captures: Mapping[Node, GradientCapture],
+        receives: Mapping[Node, ReceivedGroup],
         retain_graph: bool,
     ) -> None:
         self.dependencies = dependencies
         self._pending = pending
-        self._captures = captures
+        self._receives = receives
         self._retain_graph = retain_graph
         self._observing_nodes: list[_ObservingNode] | None = None  # of those that have not run
 
-    def run(self, ends: list[Node]) -> dict[Node, Tensor | None]:
+    def run(self, ends: list[Node]) -> GroupGradients:
         """Run the nodes that lead to the ends, and return the gradients at the ends."""
         nodes = self.dependencies.take_nodes_before(ends)
         gradients, ends = self.take_undefined(ends, nodes)
         if ends:
-            gradients.update(zip(ends, self._run_nodes(nodes, ends), strict=True))
+            gradients.update(self._run_nodes(nodes, ends))
         return gradients
 
     def take_undefined(
         self, ends: list[Node], nodes: Collection[Node]
-    ) -> tuple[dict[Node, Tensor | None], list[Node]]:
+    ) -> tuple[GroupGradients, list[Node]]:
         """Return the gradients of ends that the engine does not reach with `nodes`, and the others.
 
         Earlier parts had undefined gradients for those ends. The engine would call their hooks with
-        None, so this calls them too.
+        None, so this calls them too, except those of shared nodes (`hooks`).
         """
-        undefined: dict[Node, Tensor | None] = {}
+        undefined: GroupGradients = {}
         others = []
         for node in ends:
             if node in self._pending or self.dependencies.follows(node, nodes):
                 others.append(node)
+            elif len(self._receives[node]) == 1:
+                undefined[node] = [hooks.call_tensor_hooks(node, None)]
             else:
-                undefined[node] = hooks.call_tensor_hooks(node, None)
+                undefined[node] = [None] * len(self._receives[node])
         return undefined, others
 
-    def _run_nodes(self, nodes: dict[Node, None], ends: list[Node]) -> list[Tensor | None]:
+    def _run_nodes(self, nodes: dict[Node, None], ends: list[Node]) -> GroupGradients:
         """Run nodes, and return the gradients at the ends."""
         children = self.dependencies.children
         inside = {*nodes, *ends}
@@ -88,12 +93,14 @@ class PartialRunner:
         if (
             not nodes
             and not self._pending.undefined
-            and all(self._captures[node].is_unobserved(node) for node in ends)
+            and all(self._receives[node].is_unobserved(node) for node in ends)
         ):
-            return [self._pending.gradients.pop(node)[0].tensor for node in ends]
+            return {
+                node: self._pending.take_outputs(node, len(self._receives[node])) for node in ends
+            }
         roots = self._pending.take_roots(inside)
-        wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
-        wanted += [GradientEdge(node, input_index) for node, input_index in blocked.items()]
+        others = [GradientEdge(node, 0) for node in leaves]
+        others += [GradientEdge(node, input_index) for node, input_index in blocked.items()]
         # If a blocked node leads to another wanted node, the engine runs the blocked one, with
         # undefined gradients. Then it must not free the graph.
         none_can_run = len(blocked) + len(leaves) == 1 or all(
@@ -102,35 +109,22 @@ class PartialRunner:
         keep_graph = self._retain_graph or not none_can_run
         if blocked_edges:
             suppressed = self._suppressed_hooks(blocked, inside, none_can_run)
-            found = self._run_with_blocked_edges(
-                roots, wanted, blocked_edges, suppressed, keep_graph
-            )
         else:
-            found = run_engine(roots, wanted, keep_graph)
-        for leaf, gradient in zip(leaves, found[len(ends) :], strict=False):
-            if gradient is not None:
-                self._pending.add(leaf, 0, gradient)
-        return found[: len(ends)]
-
-    def _run_with_blocked_edges(
-        self,
-        roots: list[RunRoot],
-        wanted: list[GradientEdge],
-        blocked_edges: dict[Node, list[int]],
-        suppressed: hooks.SuppressedHooks,
-        keep_graph: bool,
-    ) -> list[Tensor | None]:
-        """Run the engine with post-hooks that keep the gradients for blocked nodes."""
+            suppressed = hooks.SuppressedHooks((), ())
         handles = []
         for node, edge_indices in blocked_edges.items():
             block = self._blocking_hook(self.dependencies.children[node], edge_indices, suppressed)
             handles.append(hooks.register_own_hook(node.register_hook, block))
         try:
             with suppressed:
-                return run_engine(roots, wanted, keep_graph)
+                of_others, found = run_to_ends(roots, others, ends, self._receives, keep_graph)
         finally:
             for handle in handles:
                 handle.remove()
+        for leaf, gradient in zip(leaves, of_others, strict=False):
+            if gradient is not None:
+                self._pending.add(leaf, 0, gradient)
+        return found
 
     def _blocking_hook(
         self,
@@ -169,6 +163,26 @@ class PartialRunner:
             [found for each in observing for found in each.hooks],
             [each.node for each in observing if each.is_function],
         )
+
+
+def run_to_ends(
+    roots: list[RunRoot],
+    others: list[GradientEdge],
+    ends: Sequence[Node],
+    receives: Mapping[Node, ReceivedGroup],
+    keep_graph: bool,
+) -> tuple[list[Tensor | None], GroupGradients]:
+    """Run the engine. Return the gradients at other edges, and those of received tensors."""
+    edges: list[Tensor | GradientEdge] = [*others]
+    for node in ends:
+        edges += receives[node].edges(node)
+    found = run_engine(roots, edges, keep_graph)
+    gradients: GroupGradients = {}
+    start = len(others)
+    for node in ends:
+        gradients[node] = found[start : start + len(receives[node])]
+        start += len(receives[node])
+    return found[: len(others)], gradients
 
 
 class _ObservingNode(NamedTuple):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from telegrad.autograd import hooks
 from telegrad.autograd.ended_contexts import CALL_TIMEOUT, EndedContexts
+from telegrad.autograd.send_recv import is_shared_node
 from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, decode_ids
 from telegrad.errors import PeerLost, TelegradError, UsageError
@@ -56,7 +57,7 @@ class ContextRegistry:
         self._ended_contexts = EndedContexts(agent, _release)
         self._running_passes = 0  # those that started on this worker
         self._lock = threading.Lock()
-        hooks.record_hooks()
+        hooks.record_hooks(is_shared_node)
         agent.on_loss(self._on_worker_lost)
         agent.add_statistics(self.statistics)
         agent.clock.call_every(_AUDIT_INTERVAL, self._start_audit)
@@ -139,7 +140,7 @@ class ContextRegistry:
         return {
             "autograd_contexts": len(contexts),
             "autograd_tensors_sent": sum(len(context.sends) for context in contexts),
-            "autograd_tensors_received": sum(len(context.receives) for context in contexts),
+            "autograd_tensors_received": sum(map(Context.count_received, contexts)),
         }
 
     # Contexts whose end was not announced

@@ -1,7 +1,10 @@
 """The points where the autograd graph of one worker continues on another.
 
 `SentTensor` is the point where the gradient of a sent tensor enters the local graph again.
-`ReceivedTensor` is the node of a received tensor, where the local graph ends.
+`ReceivedTensors` is the node of tensors that one message brought, where the local graph ends. Small
+tensors of a container share a node (`MAX_GROUP`), because the engine of torch takes longer for a
+node than for a gradient. Their gradients are computed when all of them are complete. That never
+prevents another gradient: whatever was computed from one of them came after the whole message.
 
 Locks: a thread that creates the `AccumulateGrad` node of a leaf holds a lock of the leaf while it
 waits for the GIL. A thread that waits for that lock and holds the GIL would block the whole
@@ -12,6 +15,7 @@ Therefore functions in this module find nodes through an operation that releases
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +25,8 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.autograd import hooks
 from telegrad.errors import UsageError
 
-TensorOrigin = tuple[str, int]  # the incarnation of the sender, and the id of the tensor there
+# Tensors of one node. For each gradient, the engine of torch looks at all outputs of a node.
+MAX_GROUP = 64
 
 
 class SentTensor:
@@ -61,61 +66,85 @@ class SentTensor:
         return self._preceding_node
 
 
-class GradientCapture:
-    """Stores the gradient of a received tensor when torch's engine reaches its node.
+class ReceivedGroup:
+    """The tensors of one `ReceivedTensors` node: where they came from, and their gradients.
 
-    `is_active` is set during runs in which the engine returns no gradients, since those of leaves
-    go to `.grad`. Otherwise the node runs only in the user's own `loss.backward()`.
+    The node stores the gradients if torch's engine reaches it while `is_active` is set: in runs in
+    which the engine returns no gradients, since those of leaves go to `.grad`. Otherwise the node
+    runs only in the user's own `loss.backward()`.
     """
 
-    __slots__ = ("_tensor", "gradient", "is_active")
+    __slots__ = ("_tensors", "gradients", "is_active", "peer", "tensor_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str, tensor_ids: Sequence[int]) -> None:
+        self.peer = peer  # the incarnation of the sender
+        self.tensor_ids = tensor_ids  # of the sender, by the index of the node's output
         self.is_active = False
-        self.gradient: Tensor | None = None
-        self._tensor: weakref.ref[Tensor] | None = None
+        self.gradients: Sequence[Tensor | None] | None = None
+        self._tensors: list[weakref.ref[Tensor]] = []
 
-    def set_tensor(self, tensor: Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
+    def __len__(self) -> int:
+        return len(self.tensor_ids)
+
+    def set_tensors(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(map(weakref.ref, tensors))
+
+    def edges(self, node: Node) -> list[GradientEdge]:
+        """Return the edges where the gradients of the tensors leave the graph."""
+        return [GradientEdge(node, output) for output in range(len(self.tensor_ids))]
 
     def is_unobserved(self, node: Node) -> bool:
-        """Return True if no hook sees the gradient and the tensor does not retain it."""
-        if self._tensor is None or hooks.tensor_hooks(node):
+        """Return True if no hook sees the gradients and no tensor retains its gradient."""
+        if not self._tensors or hooks.tensor_hooks(node):
             return False
-        tensor = self._tensor()
-        return tensor is None or not tensor.retains_grad
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None and tensor.retains_grad:
+                return False
+        return True
 
 
-class ReceivedTensor(torch.autograd.Function):
-    """The node of a tensor that was received from another worker."""
+class ReceivedTensors(torch.autograd.Function):
+    """The node of tensors that were received from another worker."""
 
     @staticmethod
-    def forward(ctx: Any, dummy: Tensor, tensor: tuple[Tensor], capture: GradientCapture) -> Tensor:
-        ctx.capture = capture
-        data = tensor[0]
+    def forward(
+        ctx: Any, dummy: Tensor, tensors: Sequence[Tensor], group: ReceivedGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an undefined gradient stays undefined
+        ctx.group = group
         # Torch refuses operations in place on views that a function returns.
-        return data.detach() if data._is_view() else data
+        return tuple([data.detach() if data._is_view() else data for data in tensors])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        if not ctx.capture.is_active:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if not ctx.group.is_active:
             raise UsageError(
                 "this graph continues on another worker: call telegrad.autograd.backward("
                 "context_id, [loss]) inside the context instead of loss.backward()"
             )
-        ctx.capture.gradient = gradients[0]
+        ctx.group.gradients = gradients
         return None, None, None
 
 
-# An input that requires a gradient, so that torch records `ReceivedTensor`.
+# An input that requires a gradient, so that torch records `ReceivedTensors`.
 DUMMY_LEAF = torch.empty(0, requires_grad=True)
 
 
-def attach_receive_node(data: Tensor, capture: GradientCapture) -> Tensor:
-    """Return received data as the output of a new `ReceivedTensor` node."""
-    tensor: Tensor = ReceivedTensor.apply(DUMMY_LEAF, (data,), capture)  # type: ignore[no-untyped-call]
-    capture.set_tensor(tensor)
-    return tensor
+def attach_receive_nodes(
+    data: Sequence[Tensor], tensor_ids: Sequence[int], peer: str
+) -> tuple[list[Tensor], dict[Node, ReceivedGroup]]:
+    """Return received data as the outputs of new `ReceivedTensors` nodes, and these nodes."""
+    tensors: list[Tensor] = []
+    nodes: dict[Node, ReceivedGroup] = {}
+    for start in range(0, len(data), MAX_GROUP):
+        part = slice(start, start + MAX_GROUP)
+        group = ReceivedGroup(peer, tensor_ids[part])
+        outputs = ReceivedTensors.apply(DUMMY_LEAF, data[part], group)  # type: ignore[no-untyped-call]
+        group.set_tensors(outputs)
+        tensors += outputs
+        nodes[outputs[0].grad_fn] = group
+    return tensors, nodes
 
 
 def gradient_edge(tensor: Tensor) -> tuple[Node, int]:
@@ -137,6 +166,11 @@ def _new_preceding_node(tensor: Tensor) -> Node:
     return node
 
 
+def is_shared_node(node: Any) -> bool:
+    """Return True for the node of several received tensors."""
+    return type(node) is RECEIVED and len(node.group) > 1
+
+
 def is_non_leaf(tensor: Tensor) -> bool:
     """Return True if a tensor that requires a gradient is not a leaf, without taking a lock."""
     if tensor._is_view():
@@ -156,4 +190,4 @@ def leaf_of(accumulate_grad: Any) -> Tensor:
 
 
 ACCUMULATE_GRAD = type(accumulate_grad_node(DUMMY_LEAF))  # the type of `AccumulateGrad` nodes
-RECEIVED: Any = ReceivedTensor._backward_cls  # the type of the nodes of received tensors
+RECEIVED: Any = ReceivedTensors._backward_cls  # the type of the nodes of received tensors

@@ -6,7 +6,7 @@ worker that such a call reaches (`registry`). Each part records the tensors that
 when they are sent (`sends`) and received (`receives`). A backward pass follows these in reverse
 order (`engine`). Gradients of leaves are stored in the context, not in `.grad`.
 
-State: `sends`, `receives`, `captures`, `peers`, `gradients` and `passes` change under `lock`.
+State: `sends`, `receives`, `peers`, `gradients` and `passes` change under `lock`.
 `callees` is only added to until `released` is set. `release` sets that once and clears the rest.
 `broken` is set once.
 """
@@ -24,12 +24,7 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.ended_contexts import MAX_IDS_PER_CALL, EndedContexts
 from telegrad.autograd.gradients import add_gradients
-from telegrad.autograd.send_recv import (
-    GradientCapture,
-    SentTensor,
-    TensorOrigin,
-    attach_receive_node,
-)
+from telegrad.autograd.send_recv import ReceivedGroup, SentTensor, attach_receive_nodes
 from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.errors import PeerLost
 from telegrad.messages.call_scope import current_scope
@@ -64,8 +59,7 @@ class Context:
         self._shared_parameters = shared_parameters
         self.lock: threading.Lock = threading.Lock()
         self.sends: dict[int, SentTensor] = {}  # by tensor id
-        self.receives: dict[Node, TensorOrigin] = {}
-        self.captures: dict[Node, GradientCapture] = {}  # of the nodes in `receives`
+        self.receives: dict[Node, ReceivedGroup] = {}
         # Peers that tensors were sent to or received from: incarnation to name.
         self.peers: dict[str, str] = {}
         # Peers that calls under this context were sent to: incarnation to name.
@@ -79,7 +73,7 @@ class Context:
         state = "released" if self.released else "broken" if self.broken else "open"
         return (
             f"<Context {self.context_id} on {self.agent.name!r}: {state}, {len(self.sends)} sends, "
-            f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
+            f"{self.count_received()} receives, {len(self.gradients)} gradients>"
         )
 
     @property
@@ -125,22 +119,21 @@ class Context:
         self, data: Sequence[Tensor], tensor_ids: Sequence[int], sender: MessageContext
     ) -> list[Tensor]:
         """Return received tensors as outputs of new nodes, and record these nodes."""
-        captures = [GradientCapture() for _ in tensor_ids]
         if torch.is_grad_enabled():
-            tensors = list(map(attach_receive_node, data, captures))
+            tensors, nodes = attach_receive_nodes(data, tensor_ids, sender.incarnation)
         else:
             with torch.enable_grad():
-                tensors = list(map(attach_receive_node, data, captures))
-        peer = sender.incarnation
+                tensors, nodes = attach_receive_nodes(data, tensor_ids, sender.incarnation)
         with self.lock:
             if not self.released:
-                for tensor_id, tensor, capture in zip(tensor_ids, tensors, captures, strict=True):
-                    node = tensor.grad_fn
-                    assert node is not None
-                    self.receives[node] = peer, tensor_id
-                    self.captures[node] = capture
-                self.peers[peer] = sender.peer
+                self.receives.update(nodes)
+                self.peers[sender.incarnation] = sender.peer
         return tensors
+
+    def count_received(self) -> int:
+        """Return the number of received tensors that are recorded."""
+        with self.lock:
+            return sum(map(len, self.receives.values()))
 
     def accumulate(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add gradients of leaves on this worker to those that the context has."""
@@ -180,9 +173,8 @@ class Context:
                 return
             self.released = True
             callees, self.callees = self.callees, {}
-            dropped = self.sends, self.receives, self.captures, self.gradients, self.passes
-            self.sends, self.receives, self.captures = {}, {}, {}
-            self.gradients, self.passes = {}, {}
+            dropped = self.sends, self.receives, self.gradients, self.passes
+            self.sends, self.receives, self.gradients, self.passes = {}, {}, {}, {}
         # Freeing graphs can take long, so it happens outside the lock.
         del dropped
         self._ended_contexts.add(self.context_id, callees)
@@ -208,8 +200,9 @@ class Context:
         """Return the nodes of the received tensors by an id that the sender uses too."""
         with self.lock:
             received = [
-                (node, self.peers[sender], tensor_id)
-                for node, (sender, tensor_id) in self.receives.items()
+                (node, self.peers[group.peer], tensor_id)
+                for node, group in self.receives.items()
+                for tensor_id in group.tensor_ids
             ]
         return {
             _message_id(self.agent.get_worker_info(name).id, tensor_id): node
