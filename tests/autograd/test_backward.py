@@ -725,10 +725,14 @@ def test_small_gradients_travel_as_one_tensor() -> None:
         (23, torch.randn(3, dtype=torch.double)),
         (24, torch.eye(3).to_sparse()),
     ]
-    packed = pack(mixed)  # type: ignore[arg-type]
+    packed = pack(*map(list, zip(*mixed, strict=True)))  # type: ignore[arg-type]
     assert isinstance(packed, tuple)
     assert {tensor_id for tensor_id, _ in packed[0]} == {5, 6, 22, 23, 24}
-    found = dict(unpack(packed))
+    found = {
+        tensor_id: gradient
+        for tensor_ids, gradients in unpack(packed)
+        for tensor_id, gradient in zip(tensor_ids, gradients, strict=True)
+    }
     assert found.keys() == {tensor_id for tensor_id, _ in mixed}
     for tensor_id, gradient in mixed:
         if gradient is None:

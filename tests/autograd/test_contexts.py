@@ -280,10 +280,11 @@ def test_a_worker_that_no_tensor_reached_has_no_gradients_to_send(workers: Local
 
 def test_gradients_of_different_kinds_are_sent_as_they_are() -> None:
     count = 2 * _MIN_TO_PACK
-    mixed: list[tuple[int, Tensor | None]] = [(0, torch.ones(2, dtype=torch.float64))]
-    mixed += [(number, torch.ones(2)) for number in range(1, count)]
-    assert pack(mixed) is mixed
-    alike: list[tuple[int, Tensor | None]] = [(number, torch.ones(2)) for number in range(count)]
-    packed = pack(alike)
+    tensor_ids = list(range(count))
+    mixed: list[Tensor | None] = [torch.ones(2, dtype=torch.float64)]
+    mixed += [torch.ones(2) for _ in tensor_ids[1:]]
+    assert pack(tensor_ids, mixed) == list(zip(tensor_ids, mixed, strict=True))
+    packed = pack(tensor_ids, [torch.ones(2) for _ in tensor_ids])
     assert isinstance(packed, tuple)
-    assert dict(unpack(packed)).keys() == dict(alike).keys()
+    ((found, _),) = unpack(packed)
+    assert found == tensor_ids

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.gradient_messages import GradientMessage, Gradients, pack, unpack
+from telegrad.autograd.gradient_messages import GradientMessage, pack, unpack
 from telegrad.autograd.gradients import add_gradients
 from telegrad.autograd.local_graph import GradientSource, LocalGraph, ReceivedGradients
 from telegrad.autograd.send_recv import ReceivedGroup, SentTensor
@@ -37,6 +37,15 @@ from telegrad.errors import InternalError, TelegradError
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
+
+
+class _Outgoing:
+    """Answers that were not sent yet."""
+
+    def __init__(self) -> None:
+        self.tensor_ids: list[int] = []  # of `gradients`
+        self.gradients: list[Tensor | None] = []
+        self.unreached: list[int] = []
 
 
 class GradientExchange:
@@ -98,8 +107,8 @@ class GradientExchange:
         self._early_messages: dict[str, list[GradientMessage]] = {}
         self._informed: set[str] = set()  # peers that the first message was created for
         self._heard_from: set[str] = set()  # peers whose first message was received
-        # By peer: gradients, and ids of unreached tensors, for the next message.
-        self._outgoing: dict[str, tuple[Gradients, list[int]]] = {}
+        # By peer: answers for the next message.
+        self._outgoing: dict[str, _Outgoing] = {}
 
     def __repr__(self) -> str:
         return f"<GradientExchange: {self._graph!r}>"
@@ -130,20 +139,17 @@ class GradientExchange:
         if not is_first and peer not in self._heard_from:
             self._early_messages.setdefault(peer, []).append(message)
             return
-        gradients = unpack(message.gradients)
+        received = unpack(message.gradients)
         if is_first:
             self._heard_from.add(peer)
             self._agree_on_shortcuts(peer, message)
         for tensor_id in message.unreached:
             self._take_answer(peer, tensor_id, None, reached=False)
-        if self._extra_answers or self._forwarded:
-            for tensor_id, gradient in gradients:
-                self._take_answer(peer, tensor_id, gradient)
-        else:
-            self._take_gradients(peer, gradients)
+        for tensor_ids, gradients in received:
+            self._take_gradients(peer, tensor_ids, gradients)
         if is_first:
-            answered = (tensor_id for tensor_id, _ in gradients)
-            mentioned = {*(message.announced or ()), *message.unreached, *answered}
+            mentioned = {*(message.announced or ()), *message.unreached}
+            mentioned.update(*(tensor_ids for tensor_ids, _ in received))
             for tensor_id in self._unanswered_sends.get(peer, set()) - mentioned:
                 self._take_answer(peer, tensor_id, None, reached=False)
             for early in self._early_messages.pop(peer, ()):
@@ -172,19 +178,23 @@ class GradientExchange:
                 continue  # it was never received
             self._graph.expect_another(original)
 
-    def _take_gradients(self, peer: str, gradients: Gradients) -> None:
-        """Take gradients of tensors that have one answer, which is not forwarded."""
-        unanswered, sends = self._unanswered_sends.get(peer, set()), self._sends
-        taken: Gradients = []
-        for answer in gradients:
-            tensor_id, gradient = answer
-            if tensor_id in unanswered:
-                unanswered.discard(tensor_id)
-                # A device map can have moved the tensor.
-                if gradient is not None and gradient.device != sends[tensor_id].device:
-                    answer = tensor_id, gradient.to(sends[tensor_id].device)  # pragma: gpu
-                taken.append(answer)
-        self._graph.resolve_all(taken, exclusive=peer != self._own_incarnation)
+    def _take_gradients(
+        self, peer: str, tensor_ids: Sequence[int], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Take gradients of a peer, all at once if they are of leaves and complete."""
+        unanswered = self._unanswered_sends.get(peer, set())
+        leaves = [self._sends[tensor_id].leaf for tensor_id in tensor_ids]
+        if (
+            peer != self._own_incarnation
+            and not self._extra_answers
+            and not self._forwarded
+            and unanswered.issuperset(tensor_ids)
+            and self._graph.resolve_leaves(tensor_ids, leaves, gradients)
+        ):
+            unanswered.difference_update(tensor_ids)
+            return
+        for tensor_id, gradient in zip(tensor_ids, gradients, strict=True):
+            self._take_answer(peer, tensor_id, gradient)
 
     def _take_answer(
         self, peer: str, tensor_id: int, gradient: Tensor | None, *, reached: bool = True
@@ -249,8 +259,9 @@ class GradientExchange:
         self._unanswered_receives[peer].difference_update(tensor_ids)
         used = self._used_shortcuts.get(peer, {})
         if not unreached and used.keys().isdisjoint(tensor_ids):
-            outgoing, _ = self._outgoing.setdefault(peer, ([], []))
-            outgoing += zip(tensor_ids, gradients, strict=True)
+            outgoing = self._outgoing.setdefault(peer, _Outgoing())
+            outgoing.tensor_ids += tensor_ids
+            outgoing.gradients += gradients
             return False
         has_resolved = False
         for index, (tensor_id, gradient) in enumerate(zip(tensor_ids, gradients, strict=True)):
@@ -267,13 +278,12 @@ class GradientExchange:
         self, peer: str, tensor_id: int, reached: bool, gradient: Tensor | None
     ) -> None:
         """Add an answer to the next message to a peer."""
-        outgoing = self._outgoing.get(peer)
-        if outgoing is None:
-            outgoing = self._outgoing[peer] = ([], [])
+        outgoing = self._outgoing.setdefault(peer, _Outgoing())
         if reached:
-            outgoing[0].append((tensor_id, gradient))
+            outgoing.tensor_ids.append(tensor_id)
+            outgoing.gradients.append(gradient)
         else:
-            outgoing[1].append(tensor_id)
+            outgoing.unreached.append(tensor_id)
 
     def take_messages(self, activator: str, is_waiting: bool) -> list[tuple[str, GradientMessage]]:
         """Return the messages that have to be sent now, with their peers.
@@ -295,7 +305,8 @@ class GradientExchange:
 
     def next_message(self, peer: str) -> GradientMessage | None:
         """Return what has to be sent to a peer, or None if there is nothing."""
-        gradients, unreached = self._outgoing.pop(peer, ([], []))
+        outgoing = self._outgoing.pop(peer, None) or _Outgoing()
+        unreached = outgoing.unreached
         # The peer can be missing in `peers`, if its tensors arrived after the pass started.
         if peer not in self._informed:
             self._informed.add(peer)
@@ -309,10 +320,11 @@ class GradientExchange:
             with_several_answers = set(forwarded.values())
             unreached = [tensor_id for tensor_id in unreached if tensor_id in with_several_answers]
             has_heard = peer in self._heard_from
-            return GradientMessage(pack(gradients), unreached, announced, shortcuts, has_heard)
-        if not gradients and not unreached:
+            gradients = pack(outgoing.tensor_ids, outgoing.gradients)
+            return GradientMessage(gradients, unreached, announced, shortcuts, has_heard)
+        if not outgoing.gradients and not unreached:
             return None
-        return GradientMessage(pack(gradients), unreached, None)
+        return GradientMessage(pack(outgoing.tensor_ids, outgoing.gradients), unreached, None)
 
 
 class _RootTensor:

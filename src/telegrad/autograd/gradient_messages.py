@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,22 +22,45 @@ _MAX_SMALL_SIZE = 4096  # bytes
 Gradients = list[tuple[int, Tensor | None]]  # with the ids of their tensors; None: undefined
 # Gradients that are not packed; groups of tensor ids with a shape; the packed values of all groups.
 PackedGradients = tuple[Gradients, list[tuple[list[int], tuple[int, ...]]], Tensor]
+# By shape: the ids and the values of gradients that are packed together.
+Groups = dict[tuple[int, ...], tuple[list[int], list[Tensor]]]
 # The id of a tensor that was sent back to the peer it came from, and the peer's id of that tensor.
 Shortcut = tuple[int, int]
 
 
-def pack(gradients: Gradients) -> Gradients | PackedGradients:
+def pack(tensor_ids: list[int], gradients: list[Tensor | None]) -> Gradients | PackedGradients:
     """Pack small gradients into one tensor if there are many.
 
     Those are CPU tensors with the dtype of the first gradient. They are grouped by shape.
     """
     if len(gradients) < _MIN_TO_PACK:
-        return [(tensor_id, _contiguous_if_small(gradient)) for tensor_id, gradient in gradients]
-    dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
+        return list(zip(tensor_ids, map(_contiguous_if_small, gradients), strict=True))
     others: Gradients = []
+    groups = _one_group(tensor_ids, gradients) or _groups(tensor_ids, gradients, others)
+    if len(gradients) - len(others) < _MIN_TO_PACK:
+        return list(zip(tensor_ids, gradients, strict=True))
+    parts = [
+        torch.cat(group).view(-1) if shape else torch.stack(group)
+        for shape, (_, group) in groups.items()
+    ]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return others, [(packed_ids, tuple(shape)) for shape, (packed_ids, _) in groups.items()], flat
+
+
+def _one_group(tensor_ids: list[int], gradients: list[Tensor | None]) -> Groups | None:
+    """Return the group of all gradients, or None if they differ or are not small."""
+    if set(map(type, gradients)) != {Tensor} or len(set(map(_kind, gradients))) != 1:
+        return None
+    found = cast(list[Tensor], gradients)
+    return {found[0].shape: (tensor_ids, found)} if _is_small(found[0]) else None
+
+
+def _groups(tensor_ids: list[int], gradients: list[Tensor | None], others: Gradients) -> Groups:
+    """Return the groups of gradients that are packed, and add those that are not to `others`."""
+    dtype = next((gradient.dtype for gradient in gradients if gradient is not None), None)
     # By kind: the ids and gradients of a group. None: gradients of this kind are not packed.
     by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}
-    for tensor_id, gradient in gradients:
+    for tensor_id, gradient in zip(tensor_ids, gradients, strict=True):
         if type(gradient) is not Tensor:
             others.append((tensor_id, gradient))
             continue
@@ -52,26 +75,23 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         else:
             group[0].append(tensor_id)
             group[1].append(gradient)
-    if len(gradients) - len(others) < _MIN_TO_PACK:
-        return gradients
-    by_shape = {kind[0]: group for kind, group in by_kind.items() if group is not None}
-    parts = [
-        torch.cat(group).view(-1) if shape else torch.stack(group)
-        for shape, (_, group) in by_shape.items()
-    ]
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return others, [(tensor_ids, tuple(shape)) for shape, (tensor_ids, _) in by_shape.items()], flat
+    return {kind[0]: group for kind, group in by_kind.items() if group is not None}
 
 
-def unpack(packed: Gradients | PackedGradients) -> Gradients:
-    """Return the gradients that `pack` was called with, in another order."""
+def unpack(
+    packed: Gradients | PackedGradients,
+) -> list[tuple[Sequence[int], Sequence[Tensor | None]]]:
+    """Return the gradients that `pack` was called with, as pairs of their ids and themselves."""
     if isinstance(packed, list):
-        return packed
+        return [tuple(zip(*packed, strict=True))] if packed else []  # type: ignore[list-item]
     gradients, groups, flat = packed
+    found = unpack(gradients)
     sizes = [len(tensor_ids) * math.prod(shape) for tensor_ids, shape in groups]
-    for (tensor_ids, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
-        gradients += zip(tensor_ids, part.view(len(tensor_ids), *shape).unbind(), strict=True)
-    return gradients
+    # Not views for autograd, like other gradients; and these take less time to create.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        for (tensor_ids, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
+            found.append((tensor_ids, part.view(len(tensor_ids), *shape).unbind()))
+    return found
 
 
 def _contiguous_if_small(gradient: Tensor | None) -> Tensor | None:

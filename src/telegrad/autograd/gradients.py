@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -88,6 +89,9 @@ class PendingGradients:
         return roots
 
 
+_layout, _is_cpu = attrgetter("layout"), attrgetter("is_cpu")
+
+
 def _return_undefined(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...]:
     return (None,) * len(gradients)
 
@@ -117,6 +121,25 @@ def leaf_gradient(gradient: Tensor, leaf: Tensor, is_exclusive: bool) -> Tensor:
     if not is_strided or leaf.layout is not torch.strided:
         return gradient.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def exclusive_leaf_gradients(
+    leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Iterable[tuple[Tensor, Tensor]] | None:
+    """Return leaves with their gradients if `leaf_gradient` would return all of these unchanged.
+
+    There are no other references to the gradients. Return None if one of them needs more.
+    """
+    if set(map(type, gradients)) != {Tensor}:
+        return None
+    found = cast(Sequence[Tensor], gradients)
+    if {*map(_layout, leaves), *map(_layout, found)} != {torch.strided}:
+        return None
+    if not all(map(_is_cpu, leaves)) or not all(map(_is_cpu, found)):
+        return None
+    if list(map(Tensor.stride, leaves)) != list(map(Tensor.stride, found)):
+        return None
+    return zip(leaves, found, strict=True)
 
 
 def leaf_gradients(

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -38,6 +39,7 @@ from telegrad.autograd.dependencies import Dependencies, other_context_error
 from telegrad.autograd.gradients import (
     PendingGradients,
     RunRoot,
+    exclusive_leaf_gradients,
     leaf_gradient,
     leaf_gradients,
     run_engine,
@@ -108,6 +110,7 @@ class LocalGraph:
         self._sources = sources
         # By the name of a source: how many gradients are missing, which are added up.
         self._unresolved = dict.fromkeys(sources, 1)
+        self._sums: set[Any] = set()  # sources with several gradients
         # Unresolved sources that have got a gradient.
         self._partly_reached: set[Any] = set()
         self._receives = receives
@@ -135,6 +138,7 @@ class LocalGraph:
     def expect_another(self, name: Any) -> None:
         """Expect one more gradient of a source. All its gradients are added up."""
         self._unresolved[name] += 1
+        self._sums.add(name)
 
     def resolve(
         self, name: Any, gradient: Tensor | None, *, reached: bool = True, exclusive: bool = False
@@ -167,27 +171,27 @@ class LocalGraph:
             reached = reached or name in self._partly_reached
             self._partial_runner.dependencies.decide(source.edge().node, reached)
 
-    def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], exclusive: bool) -> None:
-        """Take the gradients of many sources, given by name. This is fast for leaves."""
-        sources, unresolved, of_leaves = self._sources, self._unresolved, self._leaf_gradients
-        is_observed = observed_leaves.observation_check(self._replicated)
-        for name, gradient in gradients:
-            leaf = sources[name].leaf
-            if (
-                leaf is None
-                or gradient is None
-                or unresolved[name] != 1
-                or leaf._backward_hooks
-                or is_observed(leaf)
-            ):
-                self.resolve(name, gradient, exclusive=exclusive)
-                continue
-            del unresolved[name]
-            of_leaves.append((leaf, leaf_gradient(gradient, leaf, exclusive)))
+    def resolve_leaves(
+        self,
+        names: Sequence[Any],
+        leaves: Sequence[Tensor | None],
+        gradients: Sequence[Tensor | None],
+    ) -> bool:
+        """Take the only gradients of sources that are leaves, without other references to them.
+
+        Do nothing and return False if one of the gradients needs more than being stored.
+        """
+        if self._sums.isdisjoint(names) and observed_leaves.are_plain(leaves, self._replicated):
+            found = exclusive_leaf_gradients(cast(Sequence[Tensor], leaves), gradients)
+            if found is not None:
+                self._leaf_gradients += found
+                deque(map(self._unresolved.__delitem__, names), 0)
+                return True
+        return False
 
     def _bypass_engine(self, leaf: Tensor, gradient: Tensor | None, exclusive: bool) -> bool:
         """Take the gradient of a leaf without the engine. Return False if hooks would notice."""
-        if leaf._backward_hooks or observed_leaves.observation_check(self._replicated)(leaf):
+        if leaf._backward_hooks or not observed_leaves.is_known_unobserved(leaf, self._replicated):
             return False
         if gradient is not None:
             self._leaf_gradients.append((leaf, leaf_gradient(gradient, leaf, exclusive)))

@@ -15,7 +15,8 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -57,21 +58,26 @@ def any_observed(accumulate_grad_nodes: Sequence[Any], replicated: Replicated) -
     return _hook_free_leaves.find_hooks(accumulate_grad_nodes)
 
 
-def observation_check(replicated: Replicated) -> Callable[[Tensor], bool]:
-    """Return a function that returns False if the accumulation of a leaf is known to be unobserved.
+def is_known_unobserved(leaf: Tensor, replicated: Replicated) -> bool:
+    """Return True if the accumulation of a leaf is known to be unobserved."""
+    key = id(leaf)
+    if key not in _hook_free_leaves.known():
+        return False
+    return not leaf._post_accumulate_grad_hooks and key not in replicated
 
-    Its results are right until another hook is registered.
-    """
-    hook_free, count = _hook_free_leaves.leaves, hooks.count_foreign_hooks()
 
-    def may_be_observed(leaf: Tensor) -> bool:
-        key = id(leaf)
-        known = hook_free.get(key)
-        if known is None or known[1] != count or known[0]() is not leaf:
-            return True
-        return bool(leaf._post_accumulate_grad_hooks) or key in replicated
+def are_plain(leaves: Sequence[Tensor | None], replicated: Replicated) -> bool:
+    """Return True if all are leaves, without hooks and with accumulation known to be unobserved."""
+    if type(None) in set(map(type, leaves)):
+        return False
+    if any(map(_tensor_hooks, leaves)) or any(map(_accumulation_hooks, leaves)):
+        return False
+    keys = set(map(id, leaves))
+    return _hook_free_leaves.known().keys() >= keys and replicated.keys().isdisjoint(keys)
 
-    return may_be_observed
+
+_tensor_hooks = attrgetter("_backward_hooks")
+_accumulation_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def take_gradient(leaf: Tensor, replicated: Replicated) -> Tensor | None:
@@ -127,18 +133,26 @@ class _HookFreeLeaves:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By id: the leaf, and the value of the counter when it was examined.
-        self.leaves: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # The value of the counter when the leaves were examined; and the leaves, by id. An entry is
+        # removed before the memory of its leaf is used again.
+        self._known: tuple[int, dict[int, weakref.ref[Tensor]]] = 0, {}
+
+    def known(self) -> dict[int, weakref.ref[Tensor]]:
+        """Return the leaves that are known now, by id."""
+        count, leaves = self._known
+        return leaves if count == hooks.count_foreign_hooks() else {}
 
     def find_hooks(self, accumulate_grad_nodes: Sequence[Any]) -> bool:
         """Return True if one of these nodes has a hook."""
         with self._lock:
-            leaves, count = self.leaves, hooks.count_foreign_hooks()
+            count = hooks.count_foreign_hooks()
+            if self._known[0] != count:
+                self._known = count, {}
+            leaves = self._known[1]
             for node in accumulate_grad_nodes:
                 leaf = node.variable
                 key = id(leaf)
-                known = leaves.get(key)
-                if known is not None and known[1] == count and known[0]() is leaf:
+                if key in leaves:
                     continue
                 if hooks.node_hooks(node):
                     return True
@@ -146,7 +160,7 @@ class _HookFreeLeaves:
                 def forget(_: object, key: int = key) -> None:
                     leaves.pop(key, None)
 
-                leaves[key] = weakref.ref(leaf, forget), count
+                leaves[key] = weakref.ref(leaf, forget)
         return False
 
 
