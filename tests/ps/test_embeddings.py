@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import json
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
-from telegrad.ps.embeddings import growable_array, lookup
+from telegrad.ps.embeddings import growable_array, lookup, row_index
 from telegrad.ps.embeddings.messages import RowUpdate
 from telegrad.ps.embeddings.row_batch import RowBatch
 from telegrad.ps.embeddings.row_cache import RowCache
@@ -507,6 +508,15 @@ def test_rows_that_are_still_valid_stay_when_others_expire() -> None:
     assert repr(cache) == "<RowCache: 4 of 4 rows, valid for 1 steps>"
 
 
+@pytest.fixture(params=[row_index._INT32_BITS, row_index._MINIMUM_BITS])
+def int32_bits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let large indexes use 64-bit integers, or let those do it that a test can make."""
+    with patch.object(row_index, "_INT32_BITS", request.param):
+        yield
+
+
+@pytest.mark.usefixtures("int32_bits")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(st.integers(0, 2**62) | st.integers(0, 30), max_size=200), max_size=12))
 def test_an_index_is_a_dictionary(batches: list[list[int]]) -> None:
     index, known = RowIndex(), dict[int, int]()

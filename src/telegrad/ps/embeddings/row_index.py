@@ -4,12 +4,15 @@ It uses open addressing with linear probing, and searches and inserts many rows 
 each iteration probes one place for every row, and the rows that are not done probe the next place
 in the next iteration. Few rows take more than a handful of iterations.
 
-State: `_places`, pairs of a key (the id plus 1; 0 if the place is free) and its slot. At most half
-of the places are taken, so every search ends. `ids`, the ids by slot, a view of `_ids_buffer`. Used
-by one thread at a time.
+State: `_places`, each with the slot of a row plus 1, or 0 if it is free. At most half of the places
+are taken, so every search ends. `ids`, the ids by slot, a view of `_ids_buffer`. A place has no id,
+because memory that is written for the first time takes longer than looking the id up. Used by one
+thread at a time.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +21,9 @@ from telegrad.ps.embeddings.row_hash import hash_ids
 
 Ids = NDArray[np.int64]
 
-_FREE = 0  # pages of zeroed memory take no space until they are written
+_FREE = -1  # the slot in a free place; pages of zeroed memory take no space until they are written
 _MINIMUM_BITS = 8
+_INT32_BITS = 31  # of the number of places, if all slots fit into 32-bit integers
 
 
 class RowIndex:
@@ -33,7 +37,7 @@ class RowIndex:
 
     def __init__(self) -> None:
         self.ids: Ids = np.empty(0, np.int64)
-        self._ids_buffer = np.empty(0, np.int64)
+        self._ids_buffer = np.empty(1, np.int64)
         self._allocate(_MINIMUM_BITS)
 
     def __repr__(self) -> str:
@@ -48,21 +52,27 @@ class RowIndex:
 
     def search(self, ids: Ids) -> tuple[Ids, Ids]:
         """Return the slot of each row, or -1, and the place where its search ended."""
-        keys = ids + 1
         places = self._first_places(ids)
-        found_keys = self._places.take(2 * places)
-        slots = self._places.take(2 * places + 1)
-        slots[found_keys == _FREE] = -1
-        pending = np.flatnonzero((found_keys != keys) & (found_keys != _FREE))
+        slots = self._slots_in(places)
+        pending = np.flatnonzero(self._is_another(slots, ids))
         while pending.size:
             next_places = (places[pending] + 1) & self._mask
             places[pending] = next_places
-            found_keys = self._places.take(2 * next_places)
-            found_slots = self._places.take(2 * next_places + 1)
-            found_slots[found_keys == _FREE] = -1
-            slots[pending] = found_slots
-            pending = pending[(found_keys != keys[pending]) & (found_keys != _FREE)]
+            found = slots[pending] = self._slots_in(next_places)
+            pending = pending[self._is_another(found, ids[pending])]
         return slots, places
+
+    def _slots_in(self, places: Ids) -> Ids:
+        """Return the slots in places, or `_FREE`."""
+        slots: Ids = self._places.take(places).astype(np.int64)
+        slots -= 1
+        return slots
+
+    def _is_another(self, slots: Ids, ids: Ids) -> NDArray[np.bool_]:
+        """Return where a slot is taken by another row than that of `ids`."""
+        is_another: NDArray[np.bool_] = self._ids_buffer.take(slots, mode="clip") != ids
+        is_another &= slots != _FREE
+        return is_another
 
     def add(self, ids: Ids, places: Ids | None = None) -> None:
         """Give the next slots to rows, which must be unique and not in the index yet.
@@ -72,11 +82,11 @@ class RowIndex:
         first = len(self.ids)
         self._append(ids)
         if 2 * len(self.ids) > self._mask + 1:
-            self._grow()
-            places = None
+            self._allocate((4 * len(self.ids) - 1).bit_length())
+            first, places = 0, None
         if places is None:
-            places = self._first_places(ids)
-        self._insert(ids, np.arange(first, len(self.ids)), places)
+            places = self._first_places(self.ids[first:])
+        self._insert(np.arange(first, len(self.ids)), places)
 
     def _append(self, ids: Ids) -> None:
         count = len(self.ids)
@@ -87,35 +97,23 @@ class RowIndex:
         self._ids_buffer[count : count + len(ids)] = ids
         self.ids = self._ids_buffer[: count + len(ids)]
 
-    def _grow(self) -> None:
-        """Allocate places for twice as many rows, and move the rows there.
-
-        They move in the order of their places, so that memory is read and written sequentially.
-        """
-        taken = np.flatnonzero(self._places[::2])
-        keys, slots = self._places.take(2 * taken), self._places.take(2 * taken + 1)
-        self._allocate(max(_MINIMUM_BITS, (4 * len(self.ids) - 1).bit_length()))
-        ids = keys - 1
-        self._insert(ids, slots, self._first_places(ids))
-
-    def _insert(self, ids: Ids, slots: Ids, places: Ids) -> None:
+    def _insert(self, slots: Ids, places: Ids) -> None:
         """Insert rows, each into the first free place from `places` on.
 
         If several rows write to the same free place, the last one gets it, and the others go on.
         """
-        keys = ids + 1
-        while keys.size:
-            is_free = self._places.take(2 * places) == _FREE
-            self._places[2 * places[is_free]] = keys[is_free]
-            is_done = self._places.take(2 * places) == keys
-            self._places[2 * places[is_done] + 1] = slots[is_done]
-            rest = ~is_done
-            keys, slots, places = keys[rest], slots[rest], (places[rest] + 1) & self._mask
+        while slots.size:
+            is_free = self._places.take(places) == 0
+            self._places[places[is_free]] = slots[is_free] + 1
+            rest = self._slots_in(places) != slots
+            slots, places = slots[rest], (places[rest] + 1) & self._mask
 
     def _allocate(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)
         self._mask = (1 << bits) - 1
-        self._places = np.zeros(2 << bits, np.int64)
+        self._places: NDArray[Any] = np.zeros(
+            1 << bits, np.int32 if bits <= _INT32_BITS else np.int64
+        )
 
     def _first_places(self, ids: Ids) -> Ids:
         return (hash_ids(ids) >> self._shift).view(np.int64)
