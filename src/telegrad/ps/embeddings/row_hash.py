@@ -62,8 +62,11 @@ def initialize(rows: Tensor, ids: Tensor, seed: int, std: float) -> Tensor:
     block_rows = max(1, _BLOCK // dim)
     for start in range(0, len(ids), block_rows):
         indices = _random16(keys[start : start + block_rows], dim)
-        values = torch.from_numpy(quantiles.take(indices, mode="wrap"))
-        rows[start : start + block_rows].copy_(values)
+        block = rows[start : start + block_rows]
+        if rows.dtype is torch.float32 and rows.is_contiguous():
+            quantiles.take(indices, mode="wrap", out=block.numpy())
+        else:
+            block.copy_(torch.from_numpy(quantiles.take(indices, mode="wrap")))
     return rows
 
 
