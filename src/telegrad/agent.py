@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, SupportsFloat, TypeVar
@@ -24,6 +23,7 @@ from telegrad.group.membership import WorkerInfo
 from telegrad.group.rendezvous import next_group, open_store
 from telegrad.group.signed_store import Store
 from telegrad.runtime import DEFAULT, AgentRuntime, active_runtime
+from telegrad.timeouts import time_limit
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,10 +143,8 @@ class Agent:
 
     def with_timeout(self: Self, timeout: float | None) -> Self:
         """Return this agent with another time limit for `call` and `submit`; None: no limit."""
-        if timeout is not None and not 0 < timeout < math.inf:
-            raise UsageError(f"a timeout is a positive number of seconds or None, not {timeout!r}")
         other = copy.copy(self)
-        other._timeout = timeout
+        other._timeout = time_limit(timeout, positive=True)
         return other
 
     # The group

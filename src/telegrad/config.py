@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from telegrad.cluster.placement import VARIABLES
 from telegrad.errors import UsageError
+from telegrad.timeouts import duration
 
 TRANSPORTS = ("memory", "unix", "tcp")
 
@@ -121,8 +121,9 @@ class Config:
             if not condition:
                 raise UsageError(f"Config: {message}")
 
+        self._check_types()
         require(
-            self.timeout is None or 0 < self.timeout < math.inf,
+            self.timeout is None or self.timeout > 0,
             f"timeout must be positive or None, not {self.timeout!r}",
         )
         for name in (
@@ -133,8 +134,7 @@ class Config:
             "resume_timeout",
         ):
             require(
-                0 < getattr(self, name) < math.inf,
-                f"{name} must be positive, not {getattr(self, name)!r}",
+                getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)!r}"
             )
         require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
         require(
@@ -154,8 +154,8 @@ class Config:
             )
         require(
             self.heartbeat_timeout > self.heartbeat_interval,
-            f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval "
-            f"({self.heartbeat_interval})",
+            f"heartbeat_timeout ({self.heartbeat_timeout:g}) must exceed heartbeat_interval "
+            f"({self.heartbeat_interval:g})",
         )
         require(
             self.metrics_port is None or 0 <= self.metrics_port < 1 << 16,
@@ -194,6 +194,18 @@ class Config:
             self.secret is None or len(self.secret) >= 16, "secret must have at least 16 characters"
         )
 
+    def _check_types(self) -> None:
+        """Check that numbers are numbers, and make durations such that clocks can use them."""
+        for setting in fields(self):
+            value, kind = getattr(self, setting.name), str(setting.type)
+            if value is None and kind.endswith("None"):
+                continue
+            if kind.startswith("float"):
+                value = duration(value, f"Config: {setting.name}")
+            elif kind.startswith("int"):
+                value = _whole_number(setting.name, value)
+            object.__setattr__(self, setting.name, value)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
         """Return the defaults, overridden by ``TELEGRAD_*`` variables of the environment."""
@@ -207,6 +219,12 @@ class Config:
             if text:
                 values[setting.name] = _parse(setting.name, str(setting.type), text)
         return replace(cls(), **values)  # type: ignore[arg-type]
+
+
+def _whole_number(name: str, value: object) -> int:
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    raise UsageError(f"Config: {name} is a whole number, not {value!r}")
 
 
 def _warn_of_unknown(environment: Mapping[str, str], known: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad.futures import Future
+from telegrad.timeouts import time_limit
 
 
 class Deadline(NamedTuple):
@@ -31,7 +32,8 @@ class Deadline(NamedTuple):
     @classmethod
     def after(cls, seconds: float | None) -> Deadline | None:
         """Return the deadline `seconds` from now; None if `seconds` is None."""
-        return None if seconds is None else cls(time.monotonic() + seconds)
+        limit = time_limit(seconds)
+        return None if limit is None else cls(time.monotonic() + limit)
 
     def left(self) -> float:
         """Return the seconds until the deadline, negative once it has passed."""

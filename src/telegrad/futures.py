@@ -31,6 +31,7 @@ import torch.futures
 
 from telegrad import thread_roles
 from telegrad.errors import CallCancelled, CallTimeout, as_exception, error_text
+from telegrad.timeouts import time_limit
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -112,14 +113,12 @@ class Future(torch.futures.Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Like `wait`, but raise `TimeoutError` after `timeout` seconds. The call goes on."""
-        if not self.done() and not self._block(timeout):
-            raise CallTimeout(f"no result after {timeout} s; the call is still under way")
+        self._block_until_done(timeout)
         return self.wait()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the exception of the call; None if it returned. Block like `result`."""
-        if not self.done() and not self._block(timeout):
-            raise CallTimeout(f"no result after {timeout} s; the call is still under way")
+        self._block_until_done(timeout)
         return self._error
 
     def cancel(self) -> bool:
@@ -317,6 +316,11 @@ class Future(torch.futures.Future[T]):
             event = self._completed = thread_roles.OneShotEvent()
         super().add_done_callback(lambda _: event.set())
         return event
+
+    def _block_until_done(self, timeout: float | None) -> None:
+        limit = time_limit(timeout)
+        if not self.done() and not self._block(limit):
+            raise CallTimeout(f"no result after {timeout} s; the call is still under way")
 
     def _block(self, timeout: float | None) -> bool:
         """Block until the future is complete. Return False if it is not after `timeout` seconds."""

@@ -59,6 +59,7 @@ from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
+from telegrad.timeouts import time_limit
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Incarnation
@@ -226,6 +227,7 @@ class AgentRuntime:
         Return the names of workers that were lost or did not report in time.
         """
         self.require_open()
+        timeout = time_limit(timeout)
         listeners, self._shutdown_listeners = self._shutdown_listeners, []
         for listener in listeners:
             listener()
@@ -435,6 +437,7 @@ class AgentRuntime:
         Raise `GroupBroken`, which names the missing workers, if one is lost or `timeout` passes.
         """
         self.require_open()
+        timeout = time_limit(timeout)
         result = self.collectives.gather(None, self._participants(names), timeout, BARRIER)
         if result.lost or result.late:
             raise group_broken("the barrier", result, timeout)
@@ -444,6 +447,7 @@ class AgentRuntime:
     ) -> dict[str, Any]:
         """Return the values of all workers by name. Raise `GroupBroken` if one is missing."""
         self.require_open()
+        timeout = time_limit(timeout)
         result = self.collectives.gather(value, self._participants(names), timeout)
         if result.lost or result.late:
             raise group_broken("the gather", result, timeout)

@@ -40,6 +40,7 @@ from telegrad.errors import (
 from telegrad.futures import Future
 from telegrad.messages.packing import SharedArguments
 from telegrad.runtime import AgentRuntime
+from telegrad.timeouts import time_limit
 from telegrad.wire.handshake import Incarnation
 
 __all__ = ["GroupResult", "WorkerGroup"]
@@ -156,7 +157,8 @@ class WorkerGroup:
 
         Raise `CallTimeout` after `timeout` seconds.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        limit = time_limit(timeout)
+        until = None if limit is None else time.monotonic() + limit
         with self._live.changes() as changes:
             while len(names := self.names) < count:
                 self._agent._runtime.require_open()
@@ -170,9 +172,8 @@ class WorkerGroup:
 
     def with_timeout(self, timeout: float | None) -> WorkerGroup:
         """Return this group with a limit of `timeout` seconds for each method; None: no limit."""
-        self._agent.with_timeout(timeout)  # raises if it is not valid
         other = copy.copy(self)
-        other._timeout, other._has_timeout = timeout, True
+        other._timeout, other._has_timeout = time_limit(timeout, positive=True), True
         return other
 
     def _filtered(self, condition: Callable[[str], bool]) -> WorkerGroup:

@@ -42,8 +42,12 @@ def test_the_secret_is_not_shown() -> None:
     [
         ({"timeout": 0}, "timeout must be positive or None, not 0"),
         ({"timeout": -1.5}, "timeout must be positive or None, not -1.5"),
-        ({"timeout": math.nan}, "timeout must be positive or None, not nan"),
-        ({"timeout": math.inf}, "timeout must be"),
+        ({"timeout": math.nan}, "timeout is a finite number of seconds, not nan"),
+        ({"timeout": "5"}, "timeout is a finite number of seconds, not '5'"),
+        ({"join_timeout": None}, "join_timeout is a finite number of seconds, not None"),
+        ({"threads": "16"}, "threads is a whole number, not '16'"),
+        ({"max_frame": 1.5}, "max_frame is a whole number, not 1.5"),
+        ({"timeout": math.inf}, "timeout is a finite number of seconds, not inf"),
         ({"join_timeout": 0}, "join_timeout must be positive, not 0"),
         ({"connect_timeout": -1}, "connect_timeout must be positive, not -1"),
         ({"heartbeat_interval": 0}, "heartbeat_interval must be positive, not 0"),
@@ -67,6 +71,10 @@ def test_a_setting_that_makes_no_sense_is_refused(settings: dict[str, Any], mess
         Config(**settings)
     assert str(caught.value).startswith("Config: ")
     assert message in str(caught.value)
+
+
+def test_a_whole_number_may_be_a_float() -> None:
+    assert Config(shared_memory_limit=2e9).shared_memory_limit == 2_000_000_000  # type: ignore[arg-type]
 
 
 def test_a_short_secret_is_refused_without_being_shown() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,8 +63,9 @@ def test_the_earlier_deadline_is_the_smaller() -> None:
         (0.0001, 1),
         (0.0, 1),
         (-5.0, 1),
-        (1e12, 0xFFFFFFFF),
-        (math.inf, 0xFFFFFFFF),
+        (4294967.295, 0xFFFFFFFF),
+        (4294967.296, 0),
+        (1e9, 0),
     ],
 )
 def test_what_travels_is_whole_milliseconds_and_zero_means_none(

@@ -30,6 +30,7 @@ from typing import Literal
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.metrics import QueueMetrics
 from telegrad.errors import UsageError
+from telegrad.timeouts import time_limit
 
 _TRIAL_WAITS = 3  # how often a new queue waits without knowing its callers
 CallsByCaller = dict[str | int, collections.deque[BatchedCall]]  # the first caller is the next
@@ -56,10 +57,9 @@ class BatchOptions:
                 raise UsageError(f"batched: {message}")
 
         require(self.max_size >= 1, f"max_size must be at least 1, not {self.max_size!r}")
-        require(
-            self.max_wait is None or 0 <= self.max_wait < math.inf,
-            f"max_wait must be a number of seconds or None, not {self.max_wait!r}",
-        )
+        wait = time_limit(self.max_wait, "batched: max_wait")
+        require(wait is None or wait >= 0, f"max_wait must not be negative, not {self.max_wait!r}")
+        object.__setattr__(self, "max_wait", wait)
         require(
             self.min_size == "all"
             or (isinstance(self.min_size, int) and 1 <= self.min_size <= self.max_size),

@@ -26,6 +26,7 @@ from telegrad.config import Config
 from telegrad.errors import AuthenticationError, JoinError, TelegradError, UsageError
 from telegrad.group.hosts import describe_interfaces, interfaces, is_loopback
 from telegrad.group.secret import group_key, is_random_key, key_file
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport import sockets
 
 _EXAMPLES = """\
@@ -217,7 +218,7 @@ def _check_advertised(config: Config, port: int) -> Finding:
         text = f"other workers would be told {described}, which is loopback"
         return Finding("address", PROBLEM, text, advice)
     try:
-        socket.create_connection((host, port), config.connect_timeout).close()
+        socket.create_connection((host, port), min(config.connect_timeout, LONGEST_POLL)).close()
     except OSError as error:
         own = [address for addresses in interfaces().values() for address in addresses]
         if not set(found) & set(own):  # for example the public address of a router
@@ -301,7 +302,7 @@ def _check_rendezvous(address: str, config: Config, key: bytes) -> Iterator[Find
     host, port = doctor_link.parse(address)
     try:
         start = time.perf_counter()
-        socket.create_connection((host, port), config.connect_timeout).close()
+        socket.create_connection((host, port), min(config.connect_timeout, LONGEST_POLL)).close()
         seconds = time.perf_counter() - start
     except OSError as error:
         advice = "start the worker with rank 0, check MASTER_ADDR and MASTER_PORT, and firewalls"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import telegrad
 from telegrad.config import Config
 from telegrad.errors import ProtocolError
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport import sockets
 from telegrad.transport.stripes import Stripe, cipher, open_stripe
 from telegrad.transport.tls import TlsContexts
@@ -85,7 +86,7 @@ def serve_one(listening: socket.socket, config: Config, key: bytes) -> dict[str,
         timeout=config.connect_timeout,
     )
     with connection.sock:
-        connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
+        connection.sock.settimeout(min(config.connect_timeout, LONGEST_POLL) + 10 * _SECONDS)
         stripe = open_stripe(connection)
         while True:
             kind, size = _REQUEST.unpack(_read(stripe, _REQUEST.size))
@@ -116,7 +117,7 @@ def measure(address: str, config: Config, key: bytes) -> Link:
         timeout=config.connect_timeout,
     )
     with connection.sock:
-        connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
+        connection.sock.settimeout(min(config.connect_timeout, LONGEST_POLL) + 10 * _SECONDS)
         stripe = open_stripe(connection)
         round_trip = statistics.median(_echo(stripe) for _ in range(_ECHOES))
         upload, download = _rate(stripe, _UPLOAD), _rate(stripe, _DOWNLOAD)

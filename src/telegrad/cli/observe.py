@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import threading
@@ -24,6 +23,7 @@ from telegrad.observer.connection import NoAnswer
 from telegrad.observer.debugger import attach_to_process, debug
 from telegrad.observer.tables import stacks_text, status_text
 from telegrad.observer.trace import collect_trace
+from telegrad.timeouts import duration
 
 _EXAMPLES = """\
   telegrad status                                 the group on this host
@@ -129,12 +129,10 @@ def _catch(work: Callable[[], None]) -> int:
 def _positive(text: str) -> float:
     """Return a number of seconds."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return value
+        return duration(float(text), positive=True)
+    except ValueError:  # also a UsageError
+        message = f"{text!r} is not a positive number of seconds"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _status(group: Group, options: argparse.Namespace) -> None:

@@ -36,6 +36,7 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.group.secret import group_key
 from telegrad.observer import WorkerReply, attach
 from telegrad.observer.tables import is_idle
+from telegrad.timeouts import duration
 
 PORT = 8642  # if it is free, and no other is asked for
 _HOST = "127.0.0.1"
@@ -72,6 +73,7 @@ def serve(
     a port of this host, 0 for any that is free; by default it is 8642 if that is free.
     """
     config = config if config is not None else Config.from_environment()
+    timeout = duration(timeout, positive=True)
     discover = partial(attach, rendezvous, address, pid, config, timeout)
     group = None if wait else discover()
     return Dashboard(GroupWatcher(discover, config, timeout, group), config, port)

@@ -26,6 +26,7 @@ except ImportError as error:
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.integrations.membership import Membership
 from telegrad.integrations.stream_publisher import StreamPublisher
+from telegrad.timeouts import duration
 from telegrad.weights import Subscriber
 
 __all__ = ["TelegradCheckpointEngine"]
@@ -56,7 +57,7 @@ class TelegradCheckpointEngine(CheckpointEngine):
         """The version that this worker has sent or received last."""
         self._name = name
         self._host = host
-        self._timeout = timeout
+        self._timeout = duration(timeout, positive=True)
         self._membership = Membership(store=store)
         self._publisher: StreamPublisher | None = None
         self._subscriber: Subscriber | None = None

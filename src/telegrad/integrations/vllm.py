@@ -34,6 +34,7 @@ except ImportError as error:
 from telegrad.errors import UsageError
 from telegrad.integrations.membership import Membership
 from telegrad.integrations.stream_publisher import StreamPublisher
+from telegrad.timeouts import duration
 from telegrad.weights import Subscriber
 
 __all__ = ["TelegradTrainerEngine", "TelegradTrainerInitInfo", "TelegradWeightTransferEngine"]
@@ -76,7 +77,7 @@ class TelegradWeightTransferEngine(WeightTransferEngine[TelegradInitInfo, Telegr
     def init_transfer_engine(self, init_info: TelegradInitInfo) -> None:
         """Join the group of the trainer. A trainer that was restarted calls this again."""
         self.shutdown()
-        self._timeout = init_info.timeout
+        self._timeout = duration(init_info.timeout, positive=True)
         self._membership = Membership(store=init_info.store)
         agent = self._membership.agent(prefix=f"{init_info.name}-vllm")
         self._subscriber = Subscriber(init_info.name, agent=agent)
@@ -170,7 +171,7 @@ class TelegradTrainerEngine(TrainerWeightTransferEngine[TelegradTrainerInitInfo]
                 {
                     "store": membership.store,
                     "name": engine._publisher.name,
-                    "timeout": init_info.timeout,
+                    "timeout": duration(init_info.timeout, positive=True),
                 }
             )
         return engine

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from telegrad.errors import ProtocolError, UsageError
 from telegrad.observer.connection import MAX_REPLY, NoAnswer, WorkerConnection
+from telegrad.timeouts import duration
 from telegrad.transport.json_messages import JsonStream
 from telegrad.transport.sockets import clock_id
 
@@ -39,6 +40,7 @@ def debug(
     `read(prompt)` returns a line or raises `EOFError`, which detaches. Raise `NoAnswer` if the
     worker does not answer within `timeout` seconds, cannot be debugged, or ends.
     """
+    timeout = duration(timeout, positive=True)
     stream, first = connection.converse("debug", timeout, thread=thread)
     try:
         message: Any = first

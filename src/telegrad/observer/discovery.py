@@ -19,6 +19,7 @@ from telegrad.group.membership import read_members
 from telegrad.group.store_connection import open_within
 from telegrad.observer.connection import Credentials, NoAnswer, WorkerConnection
 from telegrad.observer.group import Group, ObservedWorker
+from telegrad.timeouts import duration
 
 _MAX_PREFIXES = 64  # groups that were made one after the other with one store
 _SOCKET = re.compile(r"@(telegrad-(\d+)-[0-9a-f]+)$", re.MULTILINE)
@@ -38,6 +39,7 @@ def attach(
     one on this host; there must be only one. `config` has the secret and the TLS settings of the
     group; by default they come from the environment.
     """
+    timeout = duration(timeout, positive=True)
     credentials = Credentials(config if config is not None else Config.from_environment())
     if rendezvous is not None:
         name, workers = _from_store(rendezvous, credentials, timeout)

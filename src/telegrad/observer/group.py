@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from telegrad.errors import UsageError
 from telegrad.observer.connection import Credentials, NoAnswer, WorkerConnection
 from telegrad.observer.graph import cycles, waits
+from telegrad.timeouts import duration
 from telegrad.transport.sockets import clock_id
 
 _CLOCK_REQUESTS = 8  # the fastest of these tells the offset of a worker's clock
@@ -104,9 +105,10 @@ class Group:
 
     def ask(self, operation: str, timeout: float = 2.0, **options: Any) -> list[WorkerReply]:
         """Ask every worker within `timeout` seconds. The replies are in the order of ranks."""
+        limit = duration(timeout, positive=True)
 
         def ask(worker: ObservedWorker, connection: WorkerConnection) -> WorkerReply:
-            return WorkerReply(worker, connection.request(operation, timeout, **options))
+            return WorkerReply(worker, connection.request(operation, limit, **options))
 
         return self._for_each(ask)
 
@@ -115,6 +117,7 @@ class Group:
 
         Rates and latencies are those of the last `window` seconds.
         """
+        window = duration(window, "window", positive=True)
         replies = self.ask("snapshot", timeout, window=window)
         return group_state(self.name, replies)
 
@@ -124,9 +127,10 @@ class Group:
         Workers on one machine share a clock. The request that took least time tells most, because
         the worker read its clock within it.
         """
+        limit = duration(timeout, positive=True)
 
         def ask(worker: ObservedWorker, connection: WorkerConnection) -> WorkerReply:
-            until = time.monotonic() + timeout
+            until = time.monotonic() + limit
             offsets = []
             for _ in range(_CLOCK_REQUESTS):
                 sent = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Any
 
 from telegrad.observer.clocks import refined_offsets
 from telegrad.observer.group import ClockOffset, Group, WorkerReply
+from telegrad.timeouts import duration
 
 Json = dict[str, Any]
 _KINDS = ("made", "served", "events")
@@ -21,6 +22,7 @@ _ROWS_PER_KIND = 1000
 
 def collect_trace(group: Group, window: float, timeout: float) -> Json:
     """Return the trace of the last `window` seconds of a group."""
+    window = duration(window, "window", positive=True)
     offsets = group.clock_offsets(timeout)
     replies = group.ask("history", timeout, window=window)
     return chrome_trace(replies, refined_offsets(offsets, replies))

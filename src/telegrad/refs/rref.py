@@ -42,6 +42,7 @@ from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, method, pull, with_object
 from telegrad.runtime import DEFAULT
+from telegrad.timeouts import duration, time_limit
 from telegrad.wire import codec
 from telegrad.wire.handshake import Incarnation
 
@@ -311,7 +312,8 @@ class RRef(Generic[T]):
         """
         self._raise_failed_creation()
         if self.is_owner():
-            return self._owned_object().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
+            seconds = duration(timeout)
+            return self._owned_object().value(None if seconds <= 0 else seconds)  # type: ignore[no-any-return]
         args = (self._owner, tuple(self._key))
         value: T = self._runtime.invoke(
             self._owner_info.name, fetch, args, None, call_timeout(timeout)
@@ -460,7 +462,10 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
 
 def call_timeout(timeout: float) -> Any:
     """Translate a timeout of the torch-shaped API: negative for the default, 0 for no limit."""
-    return DEFAULT if timeout < 0 else timeout or None
+    if timeout == -1.0:
+        return DEFAULT
+    seconds = duration(timeout)
+    return DEFAULT if seconds < 0 else seconds or None
 
 
 def remote(
@@ -480,6 +485,8 @@ def remote(
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
+    if timeout is not DEFAULT:
+        timeout = time_limit(timeout, positive=True)
     manager = ReferenceManager.of(runtime)
     manager.sweep_if_many()
     member = runtime.member(to)

@@ -13,7 +13,7 @@ from telegrad.errors import GroupBroken
 from telegrad.group import shutdown as group_shutdown
 from telegrad.group.membership import WorkerInfo
 from telegrad.messages.device_routes import request_route
-from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.options import RpcBackendOptions, torch_limit
 
 __all__ = ["RpcAgent"]
 
@@ -46,11 +46,12 @@ class RpcAgent(Agent):
         With `shutdown`, leave the group after that. Raise `GroupBroken` if a worker is missing.
         """
         self._runtime.require_open()
+        limit = torch_limit(timeout)
         missing: set[str] = set()
         if shutdown:
-            missing = set(self.shutdown(timeout or None))
+            missing = set(self.shutdown(limit))
         else:
-            deadline = time.monotonic() + timeout if timeout else None
+            deadline = None if limit is None else time.monotonic() + limit
             if self.is_static_group:
                 missing = group_shutdown.wait_for_group(
                     self._runtime, self._runtime._participants(None), deadline

@@ -36,7 +36,7 @@ from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 
 # torch's api module has these names, too
 from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401
-from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, torch_limit
 from telegrad.runtime import AgentRuntime, active_runtime
 
 PyRRef = RRef
@@ -210,9 +210,9 @@ def rpc_sync(
     `timeout` is in seconds; 0 means no limit.
     """
     runtime = active_runtime() or _require_runtime()
-    _check(func, timeout)
+    _check(func)
     args = args if type(args) is tuple else _checked_args(args)
-    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    limit = _limit(timeout, runtime)
     result: T = runtime.invoke(to, func, args, kwargs, limit)
     return result
 
@@ -226,9 +226,9 @@ def rpc_async(
 ) -> Future[T]:
     """Run `func(*args, **kwargs)` on worker `to` and return a future for its result."""
     runtime = _require_runtime()
-    _check(func, timeout)
+    _check(func)
     args = args if type(args) is tuple else _checked_args(args)
-    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    limit = _limit(timeout, runtime)
     future = runtime.start(to, func, args, kwargs, limit)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
@@ -247,9 +247,9 @@ def remote(
     Return a reference to the result at once.
     """
     runtime = _require_runtime()
-    _check(func, timeout)
+    _check(func)
     args = args if type(args) is tuple else _checked_args(args)
-    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    limit = _limit(timeout, runtime)
     return refs.remote(to, func, args, kwargs, limit, agent=runtime.agent)
 
 
@@ -265,9 +265,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     `timeout` is in seconds; 0 means no limit.
     """
     runtime = _require_runtime()
+    limit = torch_limit(timeout)
     try:
         if graceful:
-            runtime.shutdown(timeout or None)
+            runtime.shutdown(limit)
     finally:
         runtime.close()
         if process_state.runtime is runtime:
@@ -280,9 +281,7 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    if seconds < 0:
-        raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {seconds}")
-    _require_runtime().timeout = float(seconds) or None
+    _require_runtime().timeout = torch_limit(seconds)
 
 
 def _checked_args(args: Any) -> Sequence[Any]:
@@ -297,11 +296,14 @@ def _checked_args(args: Any) -> Sequence[Any]:
     return tuple(args)
 
 
-def _check(func: object, timeout: float) -> None:
+def _check(func: object) -> None:
     if not callable(func):
         raise UsageError(f"func must be callable, not {type(func).__name__}")
-    if timeout < 0 and timeout != UNSET_RPC_TIMEOUT:
-        raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {timeout}")
+
+
+def _limit(timeout: float, runtime: AgentRuntime) -> float | None:
+    """Return the time limit of a call that is given torch's values."""
+    return runtime.timeout if timeout == UNSET_RPC_TIMEOUT else torch_limit(timeout)
 
 
 def _require_runtime() -> AgentRuntime:
@@ -377,8 +379,8 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Return the objects of all workers by name. Raise an error that names missing workers."""
     runtime = _require_runtime()
-    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    return runtime.all_gather(obj, None if worker_names is None else sorted(worker_names), limit)
+    names = None if worker_names is None else sorted(worker_names)
+    return runtime.all_gather(obj, names, _limit(timeout, runtime))
 
 
 def _barrier(worker_names: set[str]) -> None:
@@ -389,7 +391,7 @@ def _barrier(worker_names: set[str]) -> None:
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until every worker has called this."""
-    _require_runtime().barrier(None, timeout or None)
+    _require_runtime().barrier(None, torch_limit(timeout))
 
 
 @contextlib.contextmanager

@@ -15,11 +15,20 @@ from telegrad.rpc.constants import (
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
+from telegrad.timeouts import duration
 
 Device = int | str | torch.device
 DeviceMap = dict[Device, Device]
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
+
+
+def torch_limit(timeout: float, name: str = "a timeout") -> float | None:
+    """Return a time limit that is given as in torch, where 0 means no limit."""
+    seconds = duration(timeout, name)
+    if seconds < 0:
+        raise UsageError(f"{name} is 0 (no limit) or a positive number of seconds, not {timeout}")
+    return seconds or None
 
 
 class RpcBackendOptions:
@@ -36,11 +45,7 @@ class RpcBackendOptions:
         *,
         config: Config | None = None,
     ) -> None:
-        if rpc_timeout < 0:
-            raise UsageError(
-                f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}"
-            )
-        self.rpc_timeout: float = float(rpc_timeout)
+        self.rpc_timeout: float = torch_limit(rpc_timeout, "rpc_timeout") or 0.0
         self.init_method = init_method
         self.config = config
 

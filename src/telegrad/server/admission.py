@@ -38,6 +38,7 @@ from typing import Protocol
 from telegrad.errors import AuthenticationError
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.server.refusal_log import RefusalLog
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport import sockets
 from telegrad.wire import admission_token
 
@@ -206,7 +207,8 @@ class Admission:
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values())).since  # they are in the order of their arrival
-        return max(oldest + self._timeout - time.monotonic(), 0) * 1000 + 1
+        left = max(oldest + self._timeout - time.monotonic(), 0)
+        return min(left, LONGEST_POLL) * 1000 + 1
 
     def _wait(self, error: BaseException) -> None:
         self._counters["failed_accepts"] += 1

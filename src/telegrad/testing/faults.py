@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
 from telegrad.server.connection import ServerConnection, prepare_replies
+from telegrad.timeouts import duration
 from telegrad.transport.channel import ChannelClosed
 from telegrad.wire.frames import Kind
 
@@ -90,6 +91,7 @@ class Fault:
             raise UsageError(f"a fault is one of {', '.join(_ACTIONS)}, not {self.action!r}")
         if self.point not in _POINTS:
             raise UsageError(f"a point is one of {', '.join(_POINTS)}, not {self.point!r}")
+        object.__setattr__(self, "seconds", duration(self.seconds, "the delay of a fault"))
 
 
 def drop(point: str = "call", **choice: Any) -> Fault:
@@ -159,8 +161,9 @@ class FaultPlan:
 
     def wait_for(self, count: int = 1, timeout: float = 20.0) -> None:
         """Wait until `count` faults have happened."""
+        limit = duration(timeout)
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self.fired) >= count, timeout):
+            if not self._changed.wait_for(lambda: len(self.fired) >= count, limit):
                 raise TimeoutError(f"only {len(self.fired)} of {count} faults have happened")
 
     def choose(self, point: str, worker: str, caller: str, function: str) -> Fault | None:

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from hashlib import blake2b
 
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.wire.handshake import HandshakeBroken
 
 MAX_RECORD = 1 << 16  # bytes of plaintext of one `MacRecords` record
@@ -353,7 +354,7 @@ def set_timeout(sock: socket.socket, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    sock.settimeout(left)
+    sock.settimeout(min(left, LONGEST_POLL))
 
 
 # What OpenSSL reports, at either side, if the two sides have different keys.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport.records import (
     MacRecords,
     PlainStream,
@@ -85,7 +86,7 @@ def connect(address: str, timeout: float) -> socket.socket:
             raise
         return sock
     host, _, port = rest.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout)
+    return socket.create_connection((host, int(port)), min(timeout, LONGEST_POLL))
 
 
 def check_same_user(sock: socket.socket) -> None:

@@ -39,6 +39,7 @@ from telegrad import thread_roles
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.free_threading import snapshot
 from telegrad.spinning import SPIN_SECONDS, spinning, yield_core
+from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.host_image import fill_images
@@ -460,7 +461,8 @@ class StreamChannel(SocketChannel):
         poller.register(self._sock, select.POLLIN)
         poller.register(delayed, select.POLLIN)
         if not self._should_spin or not self._spin(started, poller):
-            ready = poller.poll(None if timeout is None else timeout * 1000)
+            # At the end of an earlier poll, `recv` below waits for the rest of the time.
+            ready = poller.poll(None if timeout is None else min(timeout, LONGEST_POLL) * 1000)
             if any(fd == self._sock.fileno() for fd, _ in ready):
                 self.poll(1)
         frame = self._decoder.next_frame()

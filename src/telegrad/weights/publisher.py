@@ -26,6 +26,7 @@ from telegrad import thread_roles
 from telegrad.agent import Agent, runtime_of
 from telegrad.cuda import flat_memory as device_memory
 from telegrad.errors import CallTimeout, UsageError
+from telegrad.timeouts import time_limit
 from telegrad.transport import flat_memory
 from telegrad.weights import deltas, device_images, shards
 from telegrad.weights.device_images import DeviceVersionStore
@@ -215,10 +216,11 @@ class Publisher:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until subscribers can get all that was published. Raise `CallTimeout` after it."""
+        limit = time_limit(timeout)
         role = thread_roles.pause()
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: not self._is_coding, timeout):
+                if not self._changed.wait_for(lambda: not self._is_coding, limit):
                     raise CallTimeout(f"version {self._version} is not ready after {timeout} s")
             if self._error is not None:
                 raise self._error

@@ -5,7 +5,6 @@ State: `Receivers`, one per agent, which subscribers of the same name share.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallCancelled, UsageError
 from telegrad.futures import Future
 from telegrad.runtime import DEFAULT
+from telegrad.timeouts import duration, time_limit
 from telegrad.weights import device_images, planning
 from telegrad.weights.assembly import SlicedVersion
 from telegrad.weights.boxes import Slices
@@ -122,8 +122,7 @@ class Subscriber:
         if runtime is None:
             raise UsageError("a subscriber needs an agent: pass `agent`, or call `init_rpc` first")
         runtime.require_open()
-        if not patience > 0:
-            raise UsageError(f"patience is a positive number of seconds, not {patience!r}")
+        patience = duration(patience, "patience", positive=True)
         self.name = name
         self._runtime = runtime
         self._receivers = runtime.service(Receivers)
@@ -258,9 +257,7 @@ class Subscriber:
     def _seconds(self, timeout: float | object | None) -> float | None:
         if timeout is DEFAULT:
             return self._runtime.timeout
-        if timeout is None or (isinstance(timeout, int | float) and not math.isnan(timeout)):
-            return timeout
-        raise UsageError(f"a timeout is a number of seconds or None, not {timeout!r}")
+        return time_limit(timeout)  # type: ignore[arg-type]  # checked there
 
 
 def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:

@@ -46,7 +46,7 @@ _DIRECT = 1 << 14
 _pack = HEADER.pack
 _unpack_from = HEADER.unpack_from
 _SIZE = HEADER.size
-_NO_TIMEOUT = 0
+_NO_TIMEOUT, _MAX_TIMEOUT = 0, 0xFFFFFFFF  # milliseconds
 
 
 class Kind(enum.IntEnum):
@@ -182,9 +182,12 @@ def message_bytes(body: Sized, buffers: Iterable[memoryview]) -> int:
 def encode_timeout(timeout: float | None) -> int:
     """Return a timeout as whole milliseconds for a frame header.
 
-    0 stands for no timeout, so a very short one becomes 1.
+    0 stands for no timeout, so a very short one becomes 1. One that the header cannot hold (49
+    days) is none for the callee: the caller cancels the call then.
     """
-    return _NO_TIMEOUT if timeout is None else int(min(max(timeout * 1000, 1), 0xFFFFFFFF))
+    if timeout is None or timeout * 1000 > _MAX_TIMEOUT:
+        return _NO_TIMEOUT
+    return max(int(timeout * 1000), 1)
 
 
 def encode_header(

@@ -15,6 +15,7 @@ from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.integrations.membership import Membership
 from telegrad.integrations.request_queue import RequestQueue, RequestQueues, enqueue
+from telegrad.timeouts import duration, time_limit
 from telegrad.worker_group import WorkerGroup
 
 
@@ -37,7 +38,7 @@ class TelegradTransport(InferenceTransport):
     ) -> None:
         self.server = server
         self.name = name
-        self.timeout = timeout
+        self.timeout: float | None = time_limit(timeout, positive=True)
         self._membership = Membership(agent, store)
         self._queue: RequestQueue | None = None
         self._has_server = False
@@ -60,7 +61,7 @@ class TelegradTransport(InferenceTransport):
 
     def wait_for_work(self, timeout: float) -> None:
         """Wait until there is a request, up to `timeout` seconds."""
-        self._requests().wait(timeout)
+        self._requests().wait(duration(timeout))
 
     def drain(self, max_items: int) -> tuple[list[Any], list[Future[Any]]]:
         """Return up to `max_items` requests, and what `resolve` needs for each."""

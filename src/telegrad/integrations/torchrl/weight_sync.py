@@ -23,6 +23,7 @@ from telegrad.agent import Agent
 from telegrad.errors import CallTimeout, PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.integrations.membership import Membership
 from telegrad.integrations.progress import ProgressRegistry, VersionProgress, wait_for_workers
+from telegrad.timeouts import time_limit
 from telegrad.weights import Publisher, Subscriber
 
 _logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy)
         self.name = name
         self.sync = sync
-        self.timeout = timeout
+        self.timeout: float | None = time_limit(timeout)
         self._background = background
         self._first_version = first_version
         self._membership = Membership(agent, store)
@@ -223,6 +224,7 @@ class TelegradWeightSyncScheme(WeightSyncScheme):
     def _is_newer(self, timeout: float | None) -> bool:
         """Wait until a version is there that was not tried yet."""
         assert self._subscriber is not None
+        timeout = time_limit(timeout)
         if timeout is not None and timeout <= 0:
             newest = self._subscriber.version
             return newest is not None and newest != self._progress.tried

@@ -44,6 +44,7 @@ from telegrad.ps.trainer.joining import (
 )
 from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.trainer_registry import TrainerRegistry
+from telegrad.timeouts import duration
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -77,6 +78,7 @@ class Tables:
         self.staleness: int = 0
         self.dropped: int = 0
         self._runtime = require_runtime(agent)
+        patience = duration(patience, "patience")
         self._consistency = consistency or Sync()
         self._definitions: dict[str, TableDefinition] = {}
         self._sent_optimizers: dict[str, RowOptimizer] = {}

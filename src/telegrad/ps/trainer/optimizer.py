@@ -51,6 +51,7 @@ from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.ps.trainer.trainer_registry import TrainerRegistry
+from telegrad.timeouts import duration
 from telegrad.transport import flat_memory
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Optimizer(optim.Optimizer):
         **options: Any,
     ) -> None:
         runtime = require_runtime(agent)
+        patience = duration(patience, "patience")
         gradient_compression.check(compression)
         if optimizer is torch.optim.SparseAdam:
             raise UsageError(
