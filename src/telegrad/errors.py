@@ -201,7 +201,10 @@ class StoreTampered(AuthenticationError):
 
 
 class SerializationError(TelegradError, TypeError):
-    """A value cannot be sent. `path` is the path to it, such as `args[0]['model'].lock`."""
+    """A value cannot be sent.
+
+    `path` is the path to it, such as `args[0]['model'].lock` or `result[1]`.
+    """
 
     def __init__(
         self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None

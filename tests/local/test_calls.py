@@ -6,6 +6,8 @@ import gc
 import importlib
 import operator
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 from telegrad import current_agent, current_caller, current_deadline
 from telegrad.agent import Agent
 from telegrad.errors import RemoteError, RemoteTraceback, SerializationError, UsageError
+from telegrad.messages import remote_functions
+from telegrad.refs import RRef, remote
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
@@ -132,6 +136,10 @@ def fill_with_nines(tensor: torch.Tensor) -> torch.Tensor:
 
 def lock_of_mine() -> threading.Lock:
     return threading.Lock()
+
+
+def nested_lock() -> dict[str, Any]:
+    return {"a": [1, threading.Lock()]}
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -411,32 +419,76 @@ def test_calling_what_cannot_be_called_is_an_error(w0: Agent) -> None:
     assert w0.call("w1", abs, -1) == 1
 
 
-def test_an_argument_that_cannot_travel_is_named_by_its_path(w0: Agent) -> None:
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "path"),
+    [
+        (describe, (1, {"model": [threading.Lock()]}), {}, "args[1]['model'][0]"),
+        (describe, (1,), {"model": [threading.Lock()]}, "kwargs['model'][0]"),
+        (lambda *_: None, (1, threading.Lock()), {}, "args[1]"),
+        (lambda *_: None, (), {"x": threading.Lock()}, "kwargs['x']"),
+        (partial(describe, threading.Lock()), (1,), {}, "function"),
+    ],
+)
+def test_an_argument_that_cannot_travel_is_named_by_its_path(
+    w0: Agent, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], path: str
+) -> None:
     for call in (w0._runtime.invoke, w0._runtime.start):
-        with pytest.raises(SerializationError, match="lock") as caught:
-            call("w1", describe, (1, {"model": [threading.Lock()]}))
-        assert caught.value.path.endswith("[1]['model'][0]")
+        with pytest.raises(SerializationError, match=r"cannot be sent: .*lock") as caught:
+            call("w1", function, args, kwargs)
+        assert caught.value.path == path
         assert caught.value.peer == "w1"
-        assert caught.value.call == "describe"
+        assert caught.value.call == remote_functions.describe(function)
+        start = f"the call of {caught.value.call} on worker 'w1': {path} of type "
+        assert str(caught.value).startswith(start)
     assert w0.call("w1", abs, -1) == 1
+
+
+def test_arguments_of_a_reference_are_counted_as_the_user_does(w0: Agent) -> None:
+    items: RRef[list[Any]] = remote("w1", list, agent=w0)
+    attempts: list[Callable[[], object]] = [
+        lambda: items.rpc_sync().append(threading.Lock()),
+        lambda: remote("w1", list, (threading.Lock(),), agent=w0),
+    ]
+    for attempt in attempts:
+        with pytest.raises(SerializationError, match=r"list|append") as caught:
+            attempt()
+        assert caught.value.path == "args[0]"
+    with pytest.raises(SerializationError) as caught:
+        items.rpc_sync().sort(key=threading.Lock())
+    assert caught.value.path == "kwargs['key']"
+
+
+def test_arguments_that_are_nested_too_deeply_are_named(w0: Agent) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(SerializationError) as caught:
+        w0.call("w1", describe, nested)
+    assert str(caught.value) == (
+        "the call of describe on worker 'w1': args is nested too deeply to be sent"
+    )
 
 
 def test_whatever_pickling_raises_is_a_serialization_error(w0: Agent) -> None:
     for call in (w0._runtime.invoke, w0._runtime.start):
         with pytest.raises(SerializationError, match="handle of C") as caught:
             call("w1", describe, (1, [ForeignHandle()]))
-        assert caught.value.path.endswith("[1][0]")
+        assert caught.value.path == "args[1][0]"
     assert w0.call("w1", abs, -1) == 1
 
 
 def test_a_result_that_cannot_travel_is_the_callers_error(w0: Agent) -> None:
-    for attempt in (
-        lambda: w0.call("w1", lock_of_mine),
-        lambda: w0.submit("w1", lock_of_mine).wait(),
-    ):
-        with pytest.raises(SerializationError, match="lock") as caught:
-            attempt()
-        assert caught.value.peer == "w1"
+    for function, path in ((lock_of_mine, "result"), (nested_lock, "result['a'][1]")):
+        for attempt in (
+            lambda: w0.call("w1", function),  # noqa: B023
+            lambda: w0.submit("w1", function).wait(),  # noqa: B023
+        ):
+            with pytest.raises(SerializationError, match="lock") as caught:
+                attempt()
+            error, name = caught.value, function.__name__
+            assert (error.peer, error.call, error.path) == ("w1", name, path)
+            start = f"the result of {name} on worker 'w1': {path} of type lock cannot be sent: "
+            assert str(error).startswith(start)
     assert w0.call("w1", abs, -1) == 1
 
 
@@ -455,7 +507,7 @@ def test_an_argument_of_a_type_that_is_missing_there(w0: Agent) -> None:
     ):
         with pytest.raises(SerializationError, match="only_there") as caught:
             attempt()
-        assert caught.value.peer == "w1"
+        assert (caught.value.peer, caught.value.call) == ("w1", "describe")
     assert w0.call("w1", abs, -1) == 1
 
 

@@ -24,8 +24,15 @@ from telegrad.messages import call_scope as scopes
 from telegrad.messages.call_scope import CallScope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, SharedArguments, pack, unpack
-from telegrad.messages.remote_functions import BY_REFERENCE, MAX_FUNCTIONS, Function, describe
+from telegrad.messages.remote_functions import (
+    BY_REFERENCE,
+    HIDDEN_ARGUMENTS,
+    MAX_FUNCTIONS,
+    Function,
+    describe,
+)
 from telegrad.messages.trace_context import append_trace, tracer
+from telegrad.wire import codec
 from telegrad.wire.frames import (
     DEFINES_FUNCTION,
     HAS_KEYWORDS,
@@ -81,6 +88,18 @@ def _is_pickled_by_reference(function: Function) -> bool:
 def defined_in_main(function: Function) -> bool:
     """Return whether a function is defined in `__main__`, which other processes cannot import."""
     return getattr(function, "__module__", None) == "__main__"
+
+
+def _path_for_user(path: str, parts: list[str], function: Function) -> str:
+    """Return the path to what cannot be sent, such as `[1]['x']` in these parts, as `args['x']`."""
+    if not path:
+        return "args"
+    index, _, rest = path[1:].partition("]")
+    part = parts[int(index)]
+    if part == "args" and rest:
+        index, _, rest = rest[1:].partition("]")
+        rest = f"[{int(index) - getattr(function, HIDDEN_ARGUMENTS, 0)}]{rest}"
+    return part + rest
 
 
 class RequestCodec:
@@ -153,10 +172,17 @@ class RequestCodec:
         elif kwargs:
             flags = HAS_KEYWORDS
             value = args, kwargs
-        if shared is None:
-            body, buffers = pack(context, value, by_value=by_value, retained=retained)
-        else:
-            body, buffers = shared.pack(context, value, by_value, retained)
+        try:
+            if shared is None:
+                body, buffers = pack(context, value, by_value=by_value, retained=retained)
+            else:
+                body, buffers = shared.pack(context, value, by_value, retained)
+        except SerializationError as error:
+            parts = ["function", "args", "kwargs"] if is_inline else ["args", "kwargs"]
+            path = error.path if is_inline or kwargs else f"[0]{error.path}"
+            message = f"the call of {describe(function)} on worker {context.peer!r}"
+            codec.locate(error, message, _path_for_user(path, parts, function))
+            raise
         if is_inline:
             return 0, INLINE_FUNCTION, body, buffers
         assert entry is not None

@@ -30,6 +30,8 @@ from telegrad.wire import codec
 MAX_FUNCTIONS = 1 << 14
 # A class with this attribute has instances that are callable, hashable and never change.
 BY_REFERENCE = "pickles_by_reference"
+# the attribute of a callable with the number of arguments that are not those of the user
+HIDDEN_ARGUMENTS = "hidden_arguments"
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
 ASYNC_MARK = "_wrapped_async_rpc_function"

@@ -46,6 +46,7 @@ class CreateObject:
     """A callable that runs a function at the owner of a new object and stores the result there."""
 
     pickles_by_reference = True
+    hidden_arguments = 2
     # even if the creator has given up: others may have references to the object
     must_run = True
     # the creator can use the reference before the reply arrives
@@ -189,6 +190,7 @@ class MethodCall:
     """A callable that calls the method of this name on an object of the worker where it runs."""
 
     pickles_by_reference = True
+    hidden_arguments = 2
 
     def __init__(self, name: str) -> None:
         self._name = name

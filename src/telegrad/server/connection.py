@@ -78,6 +78,7 @@ from telegrad.transport.channel import (
     SenderTimedOut,
     close_with_reason,
 )
+from telegrad.wire.codec import locate
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import (
     DEFINES_FUNCTION,
@@ -163,6 +164,7 @@ class ReplyingConnection(LoopConnection):
                 body, buffers = shared.pack(context)
         except BaseException as error:
             prepare_replies(received)
+            self._explain_unsendable(error, function)
             self._send_failure(call, function, error)
             return
         call_id = call.call_id
@@ -184,8 +186,16 @@ class ReplyingConnection(LoopConnection):
         except ChannelClosed as error:
             _log.debug("the caller of %s is gone and gets no result: %s", function.name, error)
         except BaseException as error:  # too large for the caller, or no memory
+            self._explain_unsendable(error, function)
             self._send_failure(call, function, error)
         self._mark_answered(call, "ok")
+
+    def _explain_unsendable(self, error: BaseException, function: ServedFunction) -> None:
+        """Say in the error of a reply whose result it is, and where in it the value is."""
+        if isinstance(error, SerializationError):
+            message = f"the result of {function.name} on worker {self._runtime.name!r}"
+            locate(error, message, f"result{error.path}")
+            error.peer, error.call = self._runtime.name, function.name
 
     def _send_empty_reply(self, call: ServedCall, outcome: str) -> None:
         """Answer a call whose caller no longer waits, so that it frees what the call uses."""
@@ -214,6 +224,7 @@ class ReplyingConnection(LoopConnection):
             except ChannelClosed as error:
                 _log.debug("the caller of %s is gone and gets no result: %s", function.name, error)
             except BaseException as error:
+                self._explain_unsendable(error, function)
                 self._send_failure(call, function, error)
             self._mark_answered(call, "ok")
             shared.close()

@@ -342,6 +342,14 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
         ) from error
 
 
+def locate(error: SerializationError, message: str, path: str) -> None:
+    """Say in an error of `encode` which message it is about, and where in it the value is."""
+    text, part = str(error), error.path or "the value"
+    if text.startswith(part):
+        text, error.path = path + text.removeprefix(part), path
+    error.args = (f"{message}: {text}",)
+
+
 def decode(body: bytes | memoryview, buffers: Any = ()) -> Any:
     """Return the value that was encoded. Its tensors use the memory of the buffers."""
     kind = body[0]

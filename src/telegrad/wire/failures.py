@@ -53,7 +53,7 @@ def decode_failure(body: bytes | memoryview) -> Exception:
             peer=worker,
         )
     if isinstance(error, TelegradError) and error.peer is None:
-        error.peer = worker
+        error.peer, error.call = worker, error.call or call
     error.__cause__ = RemoteTraceback(f"On worker {worker!r}, in {call}:\n{traceback_text}")
     return error
 
