@@ -135,6 +135,41 @@ def test_jagged_tensors_of_one_structure_still_fit_together(w0: Agent) -> None:
     torch.testing.assert_close(found, 24 * x.detach())
 
 
+def joined(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([2 * x, 3 * x[:1]])
+
+
+def cube_parts(nested: Tensor) -> Tensor:
+    result: Tensor = torch.nested.to_padded_tensor(nested, 0.0) ** 3
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_strided_nested_tensors_as_arguments_and_results(w0: Agent) -> None:
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+
+    def compute(call: Callable[..., Tensor]) -> Tensor:
+        there = call(cube_parts, joined(x))
+        return there.sum() + cube_parts(call(joined, x)).sum()
+
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [compute(lambda *call: w0.call("w1", *call))])
+        found = autograd.get_gradients(context_id)[x]
+    compute(lambda function, *args: function(*args)).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_a_strided_nested_tensor_whose_own_gradient_is_wanted_is_refused(w0: Agent) -> None:
+    leaf = joined(torch.ones(3, 2)).requires_grad_()
+    with autograd.context(agent=w0):
+        for sent in (leaf, nn.Parameter(leaf.detach())):
+            with pytest.raises(SerializationError, match="Let its parts require gradients"):
+                w0.call("w1", cube_parts, sent)
+        assert w0.call("w1", cube_parts, leaf.detach()).sum() == 6 * 8 + 2 * 27
+    assert w0.call("w1", cube_parts, leaf).requires_grad
+
+
 # Threads
 
 

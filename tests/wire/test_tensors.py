@@ -585,6 +585,32 @@ def test_a_jagged_tensor() -> None:
     assert [part.tolist() for part in trip(sent).unbind()] == [[1, 1], [0, 0, 0]]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("parts", [[torch.ones(2, 3), torch.zeros(4, 3)], [torch.tensor(7)], []])
+@pytest.mark.parametrize("is_many", [False, True])
+def test_a_strided_nested_tensor(parts: list[Tensor], is_many: bool) -> None:
+    sent = torch.nested.nested_tensor(parts, layout=torch.strided)
+    assert codec.encode_small(sent) is None
+    received = trip([sent] * 20)[-1] if is_many else trip(sent)
+    assert (received.is_nested, received.layout, received.dtype) == (True, sent.layout, sent.dtype)
+    assert [part.tolist() for part in received.unbind()] == [part.tolist() for part in parts]
+    assert not received.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_strided_nested_tensors_keep_what_tensors_have() -> None:
+    plain = torch.nested.nested_tensor([torch.arange(6.0).view(2, 3), torch.ones(1, 3)])
+    assert [part.shape for part in trip(plain.transpose(1, 2)).unbind()] == [(3, 2), (3, 1)]
+    tagged = plain.clone()
+    tagged.tag = "mine"  # type: ignore[attr-defined]
+    assert trip(tagged).tag == "mine"
+    leaf = plain.clone().requires_grad_()
+    assert (trip(leaf).is_leaf, trip(leaf).requires_grad) == (True, True)
+    parameter = trip([nn.Parameter(plain)] * 20)[0]
+    assert (type(parameter), parameter.requires_grad) == (nn.Parameter, True)
+    assert torch.equal(parameter.detach().unbind()[0], plain.unbind()[0])
+
+
 def test_without_autograd_contexts_gradients_stop_at_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -173,10 +173,14 @@ class StackingPicklerMixin:
         cls = type(item)
         stacks = self._stacks
         if cls is Tensor:
+            if item.is_nested:  # it has no shape
+                return None
             stack = stacks[_tensor_key(item)]
             if stack is None or item.__dict__ or not item.is_contiguous():
                 return None
         elif cls is nn.Parameter:
+            if item.is_nested:
+                return None
             stack = stacks[(*_tensor_key(item), True)]
             if stack is None or item.__dict__ or not item.is_contiguous():
                 return None

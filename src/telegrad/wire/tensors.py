@@ -14,8 +14,8 @@ How a tensor is sent:
   this memory. It is never a view (`detach`, `resize_` and `as_strided_` make none), because
   autograd refuses some in-place operations on views.
 - A tensor that requires a gradient is sent with an id. See `wire/gradient_tracking.py`.
-- Sparse and quantized tensors are sent as the dense tensors that they consist of. Subclasses of
-  `Tensor` are in `wire/tensor_subclasses.py`.
+- Sparse, quantized and nested tensors are sent as the dense tensors that they consist of.
+  Subclasses of `Tensor` are in `wire/tensor_subclasses.py`.
 - Memory of another device than the CPU is sent as the `DeviceTensorReducer` decides.
 
 The codec's pickler uses `REDUCERS` for `Tensor` and `nn.Parameter`.
@@ -41,8 +41,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from telegrad.errors import UsageError
 from telegrad.wire.gradient_tracking import (
     build_parameter,
+    is_recording,
     refuse_tangent,
     restore_gradient,
     tensor_id_for,
@@ -210,6 +212,32 @@ def reduce_quantized(tensor: Tensor) -> Reduced:
     return reduced[0], reduced[1]
 
 
+def _reduce_nested(tensor: Tensor, code: int | None) -> Reduced:
+    """Reduce a nested tensor with the layout `torch.strided`. Gradients flow through its parts."""
+    if tensor.requires_grad and tensor.is_leaf:  # so a distributed backward pass wants its gradient
+        raise UsageError(
+            "it is a nested tensor that requires a gradient itself, which a distributed backward "
+            "pass cannot store. Let its parts require gradients, and join them with "
+            "torch.nested.as_nested_tensor, or use layout=torch.jagged"
+        )
+    with torch.enable_grad():
+        parts = tensor.unbind()
+    return _build_nested, (parts, code, str(tensor.device), tensor.__dict__ or None)
+
+
+def _build_nested(
+    parts: Sequence[Tensor], code: int, device: str, state: dict[str, Any] | None
+) -> Tensor:
+    with torch.enable_grad():
+        if parts:
+            tensor = torch.nested.as_nested_tensor(list(parts))
+        else:
+            tensor = torch.nested.nested_tensor([], dtype=DTYPES[code], device=device)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
+
+
 def _build_coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=coalesced, check_invariants=False
@@ -316,8 +344,10 @@ def reduce_on_same_device(tensor: Tensor) -> Reduced:
                 if data.ndim == 1 and size:
                     return build_flat, (code, content)
                 return build_shaped, (code, data.shape, content)
-        elif not _Hooks.maps_cpu and not tensor.is_neg() and not tensor.is_conj():
+        elif not (_Hooks.maps_cpu or tensor.is_neg() or tensor.is_conj() or tensor.is_nested):
             return _reduce_tracked(tensor, code, False)
+    if tensor.is_nested and (is_recording() or not (tensor.requires_grad or tensor.__dict__)):
+        return _reduce_nested(tensor, code)
     if tensor.requires_grad or tensor.__dict__:
         attributes = tensor.__dict__ or None
         return build_with_attributes, (tensor.detach(), tensor_id_for(tensor), attributes)
@@ -377,12 +407,13 @@ def decode_small(body: bytes | memoryview) -> Tensor:
 def _as_array(tensor: Tensor) -> Any:
     """Return the memory of a plain tensor as an array.
 
-    Return None if its negation or conjugation is lazy, so that the memory is not its value.
+    Return None if its negation or conjugation is lazy, so that the memory is not its value, or if
+    it is nested.
     """
     try:
         return tensor.numpy()
     except RuntimeError:
-        if tensor.is_neg() or tensor.is_conj():
+        if tensor.is_neg() or tensor.is_conj() or tensor.is_nested:
             return None
         raise
 
@@ -396,10 +427,13 @@ def reduce_parameter(parameter: nn.Parameter) -> Reduced:
         code in NUMPY_CODES
         and parameter.is_cpu
         and parameter.layout is _strided
+        and not parameter.is_nested
         and not parameter.__dict__
     )
     if is_plain and parameter.requires_grad and parameter.is_contiguous() and not _Hooks.maps_cpu:
         return _reduce_tracked(parameter, code, True)
+    if parameter.is_nested and parameter.requires_grad and is_recording():
+        return _reduce_nested(parameter, code)  # which refuses it
     attributes = parameter.__dict__ or None
     return build_parameter, (parameter.detach(), tensor_id_for(parameter), attributes)
 
