@@ -88,10 +88,16 @@ class AgentRuntime:
         config: Config | None = None,
     ) -> None:
         check_name(name)
+        if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+            raise UsageError(f"the size of a group is at least 1, or None, not {world_size!r}")
+        if rank is not None and not isinstance(rank, int):
+            raise UsageError(f"a rank is a whole number, or None, not {rank!r}")
         if world_size is not None and (rank is None or not 0 <= rank < world_size):
             raise UsageError(
                 f"a group of {world_size} needs a rank from 0 to {world_size - 1}, not {rank}"
             )
+        if config is not None and not isinstance(config, Config):
+            raise UsageError(f"config is a telegrad.Config, not {config!r}")
         self.name = name
         self.config = config if config is not None else Config.from_environment()
         self.timeout = self.config.timeout
@@ -458,6 +464,8 @@ class AgentRuntime:
         """Return names in the order of ranks, which decides who leads; None: all members."""
         if names is None:
             members = self.directory.members(refresh=self.world_size is None)
+        elif isinstance(names, str) or not names:
+            raise UsageError(f"names is a list of at least one worker, or None, not {names!r}")
         else:
             members = sorted(map(self.directory.find, set(names)), key=lambda member: member.rank)
         return [member.name for member in members]
@@ -466,10 +474,12 @@ class AgentRuntime:
 
     def on_join(self, listener: JoinListener) -> None:
         """Call `listener(name, incarnation)` when a worker joins. It must not block."""
+        _check_listener(listener)
         self.joins.add_listener(listener)
 
     def on_loss(self, listener: LossListener) -> None:
         """Call `listener(name, incarnation)` when a worker is lost. It must not block."""
+        _check_listener(listener)
         self.failures.add_listener(listener)
 
     def is_lost(self, incarnation: Incarnation) -> bool:
@@ -577,6 +587,11 @@ class AgentRuntime:
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None:
         """Remove a connection that a peer had opened."""
         self.listener.connection_ended(connection, error)
+
+
+def _check_listener(listener: object) -> None:
+    if not callable(listener):
+        raise UsageError(f"a listener must be callable, not {type(listener).__name__}")
 
 
 def active_runtime() -> AgentRuntime | None:

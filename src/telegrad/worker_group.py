@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
-from telegrad import plurals, thread_roles
+from telegrad import thread_roles
 from telegrad.agent import Agent, current_agent, runtime_of
 from telegrad.errors import (
     CallTimeout,
@@ -235,10 +235,8 @@ class WorkerGroup:
         on more than `count`. A worker that raises is not replaced.
         """
         names = self.names
-        if not 0 < count <= len(names):
-            raise UsageError(
-                f"cannot call {plurals.count(count, 'worker')}: the group has {len(names)}"
-            )
+        if not isinstance(count, int) or not 0 < count <= len(names):
+            raise UsageError(f"cannot call {count!r} workers: the group has {len(names)}")
         turn = next(self._turns) * count % len(names)
         waiting = deque([*names[turn:], *names[:turn]])
         until = self._deadline()
@@ -282,7 +280,7 @@ class WorkerGroup:
         """
         if delivery not in ("at-least-once", "at-most-once"):
             raise UsageError(f"delivery is 'at-least-once' or 'at-most-once', not {delivery!r}")
-        if per_worker < 1:
+        if not isinstance(per_worker, int) or per_worker < 1:
             raise UsageError(f"per_worker is at least 1 call at once, not {per_worker!r}")
         return _Map(self, function, list(items), delivery == "at-least-once", per_worker).run()
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import pickle
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.futures
+from torch import Tensor
 
 from telegrad.errors import InternalError, SerializationError, UsageError, error_text
 from telegrad.futures import Future
@@ -48,6 +49,25 @@ def describe(function: Function) -> str:
     """Return the name of a function for messages and logs."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     return str(name) if name else repr(function)
+
+
+def checked_args(args: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call. A single tensor or string is not a sequence of them."""
+    if args is None:
+        return ()
+    is_one_value = isinstance(args, Tensor) or (isinstance(args, (str, bytes, Mapping)) and args)
+    if is_one_value or not isinstance(args, Iterable):
+        raise UsageError(
+            f"args must be a tuple, not {type(args).__name__}; write args=(value,) for one argument"
+        )
+    return tuple(args)
+
+
+def checked_kwargs(kwargs: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a call."""
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise UsageError(f"kwargs must be a dict with the names of parameters, not {kwargs!r:.100}")
+    return dict(kwargs)
 
 
 class Promise(Protocol):

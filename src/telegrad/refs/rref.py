@@ -37,7 +37,7 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
-from telegrad.messages.remote_functions import trusted
+from telegrad.messages.remote_functions import checked_args, checked_kwargs, trusted
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, method, pull, with_object
@@ -180,8 +180,8 @@ class StreamProxy(Proxy):
     """A proxy whose methods are generators and return streams of their items."""
 
     def __init__(self, send: Send, timeout: float, chunk: int) -> None:
-        if chunk < 1:
-            raise UsageError(f"the chunk of a stream must be at least 1 item, not {chunk}")
+        if not isinstance(chunk, int) or chunk < 1:
+            raise UsageError(f"the chunk of a stream must be at least 1 item, not {chunk!r}")
         super().__init__(send, timeout)
         self._chunk = chunk
 
@@ -485,6 +485,8 @@ def remote(
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
+    args = args if type(args) is tuple else checked_args(args)
+    kwargs = checked_kwargs(kwargs) if kwargs else None
     if timeout is not DEFAULT:
         timeout = time_limit(timeout, positive=True)
     manager = ReferenceManager.of(runtime)

@@ -12,12 +12,11 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from telegrad import autograd, cluster, futures, plurals, profiling, refs
 from telegrad.agent import Agent
@@ -27,6 +26,7 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
 from telegrad.group.rendezvous import ask_store, next_group, open_store
+from telegrad.messages.remote_functions import checked_args, checked_kwargs
 from telegrad.refs import RRef
 from telegrad.refs.manager import ReferenceManager
 from telegrad.rpc import backend_registry, device_maps
@@ -211,7 +211,8 @@ def rpc_sync(
     """
     runtime = active_runtime() or _require_runtime()
     _check(func)
-    args = args if type(args) is tuple else _checked_args(args)
+    args = args if type(args) is tuple else checked_args(args)
+    kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
     result: T = runtime.invoke(to, func, args, kwargs, limit)
     return result
@@ -227,7 +228,8 @@ def rpc_async(
     """Run `func(*args, **kwargs)` on worker `to` and return a future for its result."""
     runtime = _require_runtime()
     _check(func)
-    args = args if type(args) is tuple else _checked_args(args)
+    args = args if type(args) is tuple else checked_args(args)
+    kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
     future = runtime.start(to, func, args, kwargs, limit)
     if hasattr(_thread_local_var, "future_list"):
@@ -248,7 +250,8 @@ def remote(
     """
     runtime = _require_runtime()
     _check(func)
-    args = args if type(args) is tuple else _checked_args(args)
+    args = args if type(args) is tuple else checked_args(args)
+    kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
     return refs.remote(to, func, args, kwargs, limit, agent=runtime.agent)
 
@@ -282,18 +285,6 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(seconds: float) -> None:
     _require_runtime().timeout = torch_limit(seconds)
-
-
-def _checked_args(args: Any) -> Sequence[Any]:
-    """Return the arguments of a call. A single tensor or string is not a sequence of them."""
-    if args is None:
-        return ()
-    is_one_value = isinstance(args, Tensor) or (isinstance(args, (str, bytes, Mapping)) and args)
-    if is_one_value or not isinstance(args, Iterable):
-        raise UsageError(
-            f"args must be a tuple, not {type(args).__name__}; write args=(value,) for one argument"
-        )
-    return tuple(args)
 
 
 def _check(func: object) -> None:
@@ -377,9 +368,12 @@ class AllGatherStates:
 def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the objects of all workers by name. Raise an error that names missing workers."""
+    """Return the objects of the named workers by name; no names mean all workers.
+
+    Raise an error that names missing workers.
+    """
     runtime = _require_runtime()
-    names = None if worker_names is None else sorted(worker_names)
+    names = sorted(worker_names or ()) or None
     return runtime.all_gather(obj, names, _limit(timeout, runtime))
 
 
