@@ -25,12 +25,18 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.futures
 
 from telegrad import thread_roles
-from telegrad.errors import CallCancelled, CallTimeout, as_exception, error_text
+from telegrad.errors import (
+    CallCancelled,
+    CallTimeout,
+    SerializationError,
+    as_exception,
+    error_text,
+)
 from telegrad.timeouts import time_limit
 
 T = TypeVar("T")
@@ -270,6 +276,12 @@ class Future(torch.futures.Future[T]):
         waiter.add_done_callback(cancel_call)
         super().add_done_callback(wake_in_loop)
         return waiter
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise SerializationError(
+            "a future cannot be sent: send its value, or let a function that "
+            "rpc.functions.async_execution decorates return it"
+        )
 
     def set_result(self, result: T) -> None:
         """Complete the future with a result. If it was cancelled, do nothing."""

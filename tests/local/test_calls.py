@@ -469,6 +469,14 @@ def test_arguments_that_are_nested_too_deeply_are_named(w0: Agent) -> None:
     )
 
 
+def test_a_future_as_an_argument_is_named_itself_and_not_what_it_holds(w0: Agent) -> None:
+    with pytest.raises(
+        SerializationError, match="a future cannot be sent: send its value"
+    ) as caught:
+        w0.call("w1", describe, [w0.submit("w1", abs, -1)])
+    assert caught.value.path == "args[0][0]"
+
+
 def test_whatever_pickling_raises_is_a_serialization_error(w0: Agent) -> None:
     for call in (w0._runtime.invoke, w0._runtime.start):
         with pytest.raises(SerializationError, match="handle of C") as caught:

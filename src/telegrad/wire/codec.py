@@ -428,6 +428,12 @@ def _is_picklable(value: Any) -> bool:
     return True
 
 
+def _reduces_itself(value: object) -> bool:
+    """Return whether code of its class in Python decides what is pickled of an object."""
+    methods = ("__reduce_ex__", "__reduce__")
+    return any(hasattr(getattr(type(value), name), "__code__") for name in methods)
+
+
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a value and the path from the value to each.
 
@@ -439,7 +445,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | set | frozenset):
         for index, part in enumerate(value):
             yield f"[{index}]", part
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not _reduces_itself(value):
         for name, part in vars(value).items():
             yield f".{name}", part
     if getattr(value, "__closure__", None):
