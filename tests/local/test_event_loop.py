@@ -409,6 +409,48 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     until(lambda: one.recorder.calls == [1, 2, 3])
 
 
+class LateLock:
+    """A lock that one thread takes late: `before` runs first, once."""
+
+    def __init__(self, lock: Any, before: Callable[[], None]) -> None:
+        self._lock, self._before = lock, [before]
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._thread and self._before:
+            self._before.pop()()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_late_tick_leaves_the_loop_to_who_handles_the_next_frame(
+    agent: Agent, line: Callable[[], Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, (loop,) = line(), agent._runtime.event_loops
+    begun, may_end = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    def act(frame: Frame) -> None:
+        begun[frame.call_id].set()
+        assert may_end[frame.call_id].wait(PATIENCE)
+
+    def end_first_frame() -> None:
+        may_end[0].set()
+        assert begun[1].wait(PATIENCE)
+
+    one.recorder.act = act
+    one.add()
+    agent._runtime.clock.remove_listener(loop)
+    one.send(0, 1)
+    assert begun[0].wait(PATIENCE)
+    loop.tick()
+    monkeypatch.setattr(loop, "_lock", LateLock(loop._lock, end_first_frame))
+    loop.tick()
+    assert loop.hand_over_count == 0
+    may_end[1].set()
+
+
 def test_an_unexpected_error_ends_its_connection_only(
     line: Callable[[], Line], caplog: Any
 ) -> None:

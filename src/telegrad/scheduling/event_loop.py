@@ -26,8 +26,8 @@ State of an `EventLoop`: `_epoch` counts the hand-overs, under `_lock`. A thread
 epoch in which it began to lead is the current one; it compares them after each frame. `_busy` is
 True while the leader handles something; only then can the loop be handed over. `_current`,
 `_last_read`, `_is_repeated`, `_should_spin`, `_poll_all_at`, `_idle_jobs` and `_timers` belong to
-the leader; a hand-over passes them on, and so it does with `_ready`. `_in_wait` changes under
-`_lock`. Any thread appends to `_posted` and adds to `_deferred`.
+the leader; a hand-over passes them on, and so it does with `_ready`. `_in_wait` and `wait_count`
+change under `_lock`. Any thread appends to `_posted` and adds to `_deferred`.
 """
 
 from __future__ import annotations
@@ -427,13 +427,13 @@ class EventLoop(ConnectionPoller):
         """Return the epoch in which this thread leads or led. It never changes during a call."""
         return _local.epoch
 
-    def hand_over(self, epoch: int) -> bool:
+    def hand_over(self, epoch: int) -> None:
         """Let another thread lead, if the thread of `epoch` still leads and handles something.
 
         If no thread can be started, nothing changes, and the error is raised.
         """
         with self._lock:
-            return self._hand_over_locked(epoch)
+            self._hand_over_locked(epoch)
 
     def _hand_over_locked(self, epoch: int) -> bool:
         if self._epoch != epoch or not self._busy:
@@ -449,10 +449,11 @@ class EventLoop(ConnectionPoller):
 
         Return False if another thread leads now, because there is something to do already.
         """
-        if self._epoch != epoch:
-            return False
-        self.wait_count += 1
-        connection = self._current
+        with self._lock:
+            if self._epoch != epoch:
+                return False
+            self.wait_count += 1
+            connection = self._current
         if connection is not None and not self._timers and not self._idle_jobs:
             if self._deferred:
                 self._flush_deferred()
@@ -516,15 +517,16 @@ class EventLoop(ConnectionPoller):
         """
         if self._deferred:
             self._flush_deferred()
-        handled, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
-        in_wait = self._in_wait
-        if busy and handled == self._handled_at_tick:
-            if self.hand_over(epoch) and connection is not None and not in_wait:
-                connection.on_blocked()
+        with self._lock:
+            # `_busy` is read first: the leader sets it last, and clears it under the lock
+            is_blocked = self._busy and self._handled == self._handled_at_tick
+            if not is_blocked:
+                handled, self._handled_at_tick = self._handled_at_tick, self._handled
+                return self._handled_at_tick != handled
+            connection, in_wait = self._current, self._in_wait
+            if self._hand_over_locked(self._epoch) and connection is not None and not in_wait:
+                connection.on_blocked()  # before the new leader handles a frame of the connection
             return True
-        is_active = handled != self._handled_at_tick
-        self._handled_at_tick = handled
-        return is_active
 
     # Requests of the leader's thread (see `LeaderRole`)
 

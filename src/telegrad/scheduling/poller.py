@@ -82,7 +82,10 @@ class LoopConnection(ABC):
         return
 
     def on_blocked(self) -> None:
-        """Take note that the current `handle` blocks or runs long. Called while it still runs."""
+        """Take note that the current `handle` blocks or runs long. Called while it still runs.
+
+        The lock of the loop is held, so this must neither block nor call the loop.
+        """
         return
 
     def send_heartbeat(self, interval: float, timeout: float) -> bool:
