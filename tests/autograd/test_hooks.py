@@ -12,7 +12,12 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.hooks import SuppressedHooks
+from telegrad.autograd.hooks import (
+    SuppressedHooks,
+    count_foreign_hooks,
+    record_hooks,
+    register_own_hook,
+)
 from telegrad.autograd.local_graph import LocalGraph
 from telegrad.autograd.send_recv import (
     SentTensor,
@@ -340,3 +345,22 @@ def test_two_passes_may_suppress_the_same_hooks() -> None:
     assert "apply" not in y.grad_fn.__dict__
     assert seen == ["called in another task"]
     y.sum().backward()
+
+
+def test_a_hook_of_this_package_never_counts_as_one_of_others() -> None:
+    """Not even for a moment: another thread may read the count while the hook is registered."""
+    record_hooks()
+    node = torch.ones(1, requires_grad=True).sum().grad_fn
+    assert node is not None
+    before = count_foreign_hooks()
+    meanwhile: list[int] = []
+
+    def register(hook: Any) -> Any:
+        handle = node.register_hook(hook)
+        meanwhile.append(count_foreign_hooks())
+        return handle
+
+    register_own_hook(register, lambda *_: None)
+    assert meanwhile == [before]
+    node.register_hook(lambda *_: None)
+    assert count_foreign_hooks() == before + 1

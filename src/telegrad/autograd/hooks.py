@@ -15,8 +15,13 @@ loss depends on some of them, the engine calls the hooks of all. So these are re
 loss depends on their tensor. The hooks that `torch.autograd.graph` registers for several tensors
 expect one call for each output of a node, so they are left as they are.
 
+Torch does not show either whether a node has hooks. But each hook of a node or of a leaf has a
+`RemovableHandle`. `record_hooks` wraps its constructor, too, and counts those of other code.
+
 State: `_SuppressibleHook` objects replace hooks in dictionaries, and `apply` of nodes, during runs
-that need them. `_lock` is held while they are inserted and removed.
+that need them. `_lock` is held while they are inserted and removed. `_Handles.foreign` is changed
+under `_handle_lock`, and so is the counter that torch takes the ids of handles from: without the
+interpreter lock, two hooks could get the same id, and one would replace the other.
 """
 
 from __future__ import annotations
@@ -34,32 +39,34 @@ from torch.utils.hooks import RemovableHandle
 _KEY = "telegrad.tensor_hooks"  # in the metadata of a node
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 _lock = threading.Lock()
+_handle_lock = threading.RLock()  # reentrant: a finalizer may register a hook
 
 
-class _Counter:
-    """Counts the hooks that this package registered, so that those of others can be counted."""
+class _Handles:
+    """The handles of hooks that other code has registered since `record_hooks` was called."""
 
-    own = 0
-    initial_foreign = 0  # the result of `count_foreign_hooks` when `record_hooks` was called
+    foreign = 0
+
+
+class _HandleThreadState(threading.local):
+    is_own = False  # this thread registers a hook of this package
+
+
+_local = _HandleThreadState()
 
 
 def count_foreign_hooks() -> int:
-    """Return a count that changes when other code registers a hook anywhere in the process."""
-    return RemovableHandle.next_id - _Counter.own
-
-
-def any_foreign_hook_added() -> bool:
-    """Return True if other code has registered a hook since `record_hooks` was called."""
-    return count_foreign_hooks() != _Counter.initial_foreign
+    """Return how many hooks other code has registered since `record_hooks` was called."""
+    return _Handles.foreign
 
 
 def register_own_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
     """Register a hook without changing `count_foreign_hooks`."""
-    with _lock:
-        handle = register(hook)
-        # Not the difference of `next_id`: another thread can register a hook at the same time.
-        _Counter.own += 1
-    return handle
+    _local.is_own = True
+    try:
+        return register(hook)
+    finally:
+        _local.is_own = False
 
 
 class _DefinedOnly:
@@ -90,9 +97,23 @@ def record_hooks(is_shared_node: Callable[[Any], bool]) -> None:
                 _record(self, handle)
             return handle
 
-        _Counter.initial_foreign = count_foreign_hooks()
         setattr(register_hook, _KEY, True)
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        _count_handles()
+
+
+def _count_handles() -> None:
+    """Count the handles that other code makes from now on."""
+    original = RemovableHandle.__init__
+
+    @functools.wraps(original)
+    def init(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        with _handle_lock:
+            original(self, *args, **kwargs)
+            if not _local.is_own:
+                _Handles.foreign += 1
+
+    RemovableHandle.__init__ = init  # type: ignore[method-assign]
 
 
 def _record(tensor: Tensor, handle: RemovableHandle) -> None:
@@ -156,7 +177,11 @@ class _SuppressibleHook:
     def __init__(self, original: Any, result: Any) -> None:
         self.original = original
         self._result = result  # returned instead
-        self.suppressed_in: list[SuppressedHooks] = []
+        # replaced under `_lock`, never changed: it is read without a lock
+        self.suppressed_in: tuple[SuppressedHooks, ...] = ()
+
+    def end_suppression(self, by: SuppressedHooks) -> None:
+        self.suppressed_in = tuple(each for each in self.suppressed_in if each is not by)
 
     def __call__(self, *args: Any) -> Any:
         task = _current_task()
@@ -185,13 +210,13 @@ class SuppressedHooks:
                 for key, hook in list(hooks.items()):
                     if not isinstance(hook, _SuppressibleHook):
                         hook = hooks[key] = _SuppressibleHook(hook, None)
-                    hook.suppressed_in.append(self)
+                    hook.suppressed_in += (self,)
             for node in self._functions:
                 substitute = node.__dict__.get("apply")
                 if not isinstance(substitute, _SuppressibleHook):
                     undefined = (None,) * len(node.needs_input_grad)
                     substitute = node.apply = _SuppressibleHook(node.apply, undefined)
-                substitute.suppressed_in.append(self)
+                substitute.suppressed_in += (self,)
 
     def __exit__(self, *_: object) -> None:
         if not self._hooks and not self._functions:
@@ -200,11 +225,11 @@ class SuppressedHooks:
             for hooks in self._hooks:
                 for key, hook in list(hooks.items()):
                     if isinstance(hook, _SuppressibleHook) and self in hook.suppressed_in:
-                        hook.suppressed_in.remove(self)
+                        hook.end_suppression(self)
                         if not hook.suppressed_in:
                             hooks[key] = hook.original
             for node in self._functions:
                 substitute = node.__dict__["apply"]
-                substitute.suppressed_in.remove(self)
+                substitute.end_suppression(self)
                 if not substitute.suppressed_in:
                     del node.apply

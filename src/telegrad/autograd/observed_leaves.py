@@ -4,9 +4,9 @@ These are parameters of a `DistributedDataParallel`, whose reducer hooks into th
 and leaves with hooks of the user on it (`register_post_accumulate_grad_hook`, or a hook on the
 `AccumulateGrad` node).
 
-State: the live instances of `DistributedDataParallel`. The first backward pass in a process that
-has a process group finds those that exist and sets torch's hook for module registration, which
-records those that are created later. `_HookFreeLeaves` changes under its lock.
+State: the live instances of `DistributedDataParallel`, under `_lock`. The first backward pass in a
+process that has a process group finds those that exist and sets torch's hook for module
+registration, which records those that are created later. `_HookFreeLeaves` changes under its lock.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from telegrad.errors import UsageError
 Replicated = dict[int, DistributedDataParallel]  # by the id of a parameter
 
 _instances: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_lock = threading.RLock()  # reentrant: a finalizer may create a module
 
 
 class _Recording:
@@ -42,10 +43,10 @@ def replicated_parameters() -> Replicated:
     if not dist.is_available() or not dist.is_initialized():
         return {}
     _start_recording()
+    with _lock:
+        instances = list(_instances)
     return {
-        id(parameter): instance
-        for instance in list(_instances)
-        for parameter in instance.parameters()
+        id(parameter): instance for instance in instances for parameter in instance.parameters()
     }
 
 
@@ -126,9 +127,8 @@ class _HookFreeLeaves:
     """Leaves that are known to have no hooks on their `AccumulateGrad` node.
 
     Torch shows the hooks of a node only to a caller that registers one, and that takes longer than
-    the rest of a small backward pass. But every hook takes an id from one counter. If the counter
-    (without the hooks of this package) has not changed since a leaf was examined, the leaf has not
-    got a hook.
+    the rest of a small backward pass. If no hook was registered by other code since a leaf was
+    examined (`hooks.count_foreign_hooks`), the leaf has not got one.
     """
 
     def __init__(self) -> None:
@@ -166,17 +166,19 @@ class _HookFreeLeaves:
 
 def _start_recording() -> None:
     """Find the existing instances of DistributedDataParallel, and record those created later."""
-    if not _Recording.has_started:
-        _Recording.has_started = True
-        register_module_module_registration_hook(_on_registration)
-        _instances.update(
-            each for each in gc.get_objects() if type(each) is DistributedDataParallel
-        )
+    with _lock:
+        if not _Recording.has_started:
+            register_module_module_registration_hook(_on_registration)
+            _instances.update(
+                each for each in gc.get_objects() if type(each) is DistributedDataParallel
+            )
+            _Recording.has_started = True
 
 
 def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
     if isinstance(module, DistributedDataParallel) and name == "module":
-        _instances.add(module)
+        with _lock:
+            _instances.add(module)
 
 
 _hook_free_leaves = _HookFreeLeaves()

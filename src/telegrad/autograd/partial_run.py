@@ -195,7 +195,7 @@ class _ObservingNode(NamedTuple):
 
 def _find_observing_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
     found = []
-    may_have_node_hooks = hooks.any_foreign_hook_added()
+    may_have_node_hooks = hooks.count_foreign_hooks() > 0
     for node in nodes:
         if type(node) is RECEIVED or type(node) is ACCUMULATE_GRAD:
             # The run ends at these: only their tensor hooks are called.
