@@ -5,11 +5,14 @@ its object, those of a plain function in a queue of the agent. Objects and agent
 weakly, so a queue does not keep its owner alive.
 
 State of a `Batching`: `_queues` by the id of their owner; entries are added under `_lock` and
-removed when the owner is deleted.
+removed when the owner is deleted. `_retired` has the metrics of queues that were removed, and
+`_retired_metrics` their sum, under `_metrics_lock`. It is not `_lock`, because a thread that holds
+that may delete an owner.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import threading
 import weakref
@@ -56,8 +59,9 @@ class Batching:
         self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
         self._receiver_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
         self._last_receiver_type: type | None = None  # the latest type that was found
-        self._retired_metrics = QueueMetrics()  # of queues whose owner was deleted
-        self._lock = threading.Lock()
+        self._retired: collections.deque[QueueMetrics] = collections.deque()
+        self._retired_metrics = QueueMetrics()
+        self._lock, self._metrics_lock = threading.Lock(), threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Batching of {describe(self._function)}: {self.statistics()}>"
@@ -76,7 +80,9 @@ class Batching:
             queue = self._queue_of(of._runtime if isinstance(of, Agent) else of)
             return queue.metrics.snapshot(len(queue))
         total, waiting = QueueMetrics(), 0
-        total.merge(self._retired_metrics)
+        with self._metrics_lock:
+            self._add_retired()
+            total.merge(self._retired_metrics)
         for _, queue in list(self._queues.values()):
             total.merge(queue.metrics)
             waiting += len(queue)
@@ -153,6 +159,11 @@ class Batching:
                 found = self._queues[id(owner)] = self._weak_reference(owner), self._make_queue()
         return found[1]
 
+    def _add_retired(self) -> None:
+        """Under the lock of the metrics: add those of removed queues to their sum."""
+        while self._retired:
+            self._retired_metrics.merge(self._retired.popleft())
+
     def _make_queue(self) -> BatchQueue:
         is_deferred = getattr(self.wrapper, ASYNC_MARK, None) is not None
         return BatchQueue(BatchExecutor(self._function, self.options, is_deferred), self.options)
@@ -166,7 +177,12 @@ class Batching:
             found = None if batching is None else batching._queues.get(key)
             if batching is not None and found is not None and found[0] is gone:
                 del batching._queues[key]
-                batching._retired_metrics.merge(found[1].metrics)
+                batching._retired.append(found[1].metrics)
+                if batching._metrics_lock.acquire(blocking=False):
+                    try:
+                        batching._add_retired()
+                    finally:
+                        batching._metrics_lock.release()
 
         try:
             return weakref.ref(owner, remove_queue)

@@ -1,9 +1,7 @@
 """Metrics of batched functions: counters of one queue, and the queues of one agent.
 
-State of `QueueMetrics`: changed by the thread that runs a batch or holds the lock of the queue, and
-read without a lock. Two batches overlap if one of them waits for a nested call; then an increment
-may be lost. State of `QueueRegistry`: the queues that have served calls of its agent, held weakly,
-under `_lock`.
+State of `QueueMetrics`: changed under the lock of the queue, and read without it. State of
+`QueueRegistry`: the queues that have served calls of its agent, held weakly, under `_lock`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ in a wait that Telegrad knows of (a nested call) lets the next one run, so batch
 call each other and themselves recursively.
 
 State, under `_lock`: `_scheduler`, `_running` (the number of batches that run and are not in such a
-wait) and `_timer_time` (the earliest time for which a timer is set). The thread that increases
-`_running` from 0 must call `_finish_batch` in the end. A call is completed by the thread that has
-removed it from the scheduler, and never under the lock.
+wait), `metrics` and `_timer_time` (the earliest time for which a timer is set). The thread that
+increases `_running` from 0 must call `_finish_batch` in the end. A call is completed by the thread
+that has removed it from the scheduler, and never under the lock.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ class BatchQueue:
             self._running = 1
         role = BatchRole(self)
         role.outer = thread_roles.set_role(role)
-        started = _now()
+        started, failed = _now(), 1
         try:
-            return self._executor.run_one(receiver, args, kwargs, is_versioned)
-        except BaseException:
-            self.metrics.failed += 1
-            raise
+            result = self._executor.run_one(receiver, args, kwargs, is_versioned)
+            failed = 0
+            return result
         finally:
             thread_roles.set_role(role.outer)
             seconds = _now() - started
             with self._lock:
+                self.metrics.failed += failed
                 self._running -= 1
                 self._mean_seconds += (seconds - self._mean_seconds) * 0.25
                 self.metrics.alone_time.add(seconds)
@@ -209,7 +209,7 @@ class BatchQueue:
                 self.caller_lost(name)
 
     def _has_space(self) -> bool:
-        """Return whether a call may be added. Raise `QueueFull` if it must be rejected."""
+        """Under the lock: return whether a call may be added. Raise `QueueFull` if not."""
         limit = self._options.max_queue
         if limit is None or len(self._scheduler) < limit:
             return True
@@ -352,8 +352,9 @@ class BatchQueue:
 
     def _record_batch(self, size: int, failed: int, seconds: float) -> None:
         """Update the metrics after a batch."""
-        self._mean_seconds += (seconds - self._mean_seconds) * 0.25
-        self.metrics.record_batch(size, failed, seconds)
+        with self._lock:
+            self._mean_seconds += (seconds - self._mean_seconds) * 0.25
+            self.metrics.record_batch(size, failed, seconds)
         if self._runtime is not None:
             self._runtime.recorder.add_event("batch", seconds, function=self.name, size=size)
 
