@@ -4,8 +4,7 @@ The runtime connects the parts and is what the packages above use. Each part sta
 the runtime in a protocol of its own, so no part imports this module.
 
 State: `closing` goes from False to True once, under `_lock`. The lists of listeners grow while
-layers above start. `_services` is written under `_service_lock`. Statistics (`calls_made`,
-`calls_served`) may lose an increment if two threads count at once.
+layers above start. `_services` is written under `_service_lock`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,6 +36,7 @@ from telegrad.diagnosis.calls import CallInProgress
 from telegrad.diagnosis.service import serve_observer
 from telegrad.diagnosis.snapshot import Diagnosis
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
+from telegrad.free_threading import AtomicCounter
 from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, network_check, shutdown
 from telegrad.group.collectives import BARRIER, SHUTDOWN, Collectives, group_broken
@@ -72,7 +71,7 @@ _MAX_NAMES = 8  # in a message of the log
 _WAIT_FOR_OTHERS = 5.0  # seconds that the leader of a shutdown waits for the next one to close
 
 _log = logging.getLogger(__name__)
-_runtimes: weakref.WeakSet[AgentRuntime] = weakref.WeakSet()  # those that are open
+_runtimes: set[AgentRuntime] = set()  # those that are open
 
 
 class AgentRuntime:
@@ -102,8 +101,10 @@ class AgentRuntime:
         self.config = config if config is not None else Config.from_environment()
         self.timeout = self.config.timeout
         self.world_size = world_size
-        self.calls_made = 0
-        self.calls_served = 0
+        self._calls_made, self._calls_served = AtomicCounter(), AtomicCounter()
+        # attributes instead of methods: they are called for each call
+        self.count_made_call = self._calls_made.increment
+        self.count_served_call = self._calls_served.increment
         self.closing = False
         self._rank = rank
         self._store = store
@@ -299,6 +300,16 @@ class AgentRuntime:
         self.endpoint.stop_connecting()
         self.listener.close(reason)
         self.endpoint.close()
+
+    @property
+    def calls_made(self) -> int:
+        """How many calls of users this worker has made."""
+        return self._calls_made.value
+
+    @property
+    def calls_served(self) -> int:
+        """How many calls this worker has served."""
+        return self._calls_served.value
 
     def require_open(self) -> None:
         """Raise `UsageError` unless this agent is open in this process."""
@@ -532,7 +543,7 @@ class AgentRuntime:
             "calls_pending": sum(len(peer.multiplexed.active_calls()) for peer in self.peers.all()),
             "shared_blocks_in_use": self.endpoint.mappings.blocks_in_use,
             **self.endpoint.bulk.counters(),
-            **self.listener.counters,
+            **self.listener.counters.counts(),
         }
         for counters in self._counters:
             statistics.update(counters())

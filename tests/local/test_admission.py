@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +20,7 @@ from contextlib import ExitStack
 import pytest
 
 from telegrad import Agent
+from telegrad.free_threading import CounterTable
 from telegrad.group.secret import group_key
 from telegrad.server import admission
 from telegrad.server.admission import Admission
@@ -381,7 +382,7 @@ def test_a_stranger_that_speaks_when_it_has_to_make_room(
         sock.close()
 
     runtime = workers["w1"]._runtime
-    door = Admission(runtime, listening, authenticate, PATIENCE, Counter(), RefusalLog())
+    door = Admission(runtime, listening, authenticate, PATIENCE, CounterTable(), RefusalLog())
     door._poller.register(listening.fileno(), select.POLLIN)  # its events come first
     monkeypatch.setattr(admission, "_MAY_STAY", 0.0)
     spare = os.dup(listening.fileno())
@@ -409,7 +410,9 @@ def test_the_thread_ends_if_the_agent_closes_just_before_it_polls(
     listening = socket.create_server(("127.0.0.1", 0))
     number = listening.fileno()
     runtime = workers["w0"]._runtime
-    accepting = Admission(runtime, listening, lambda sock: None, PATIENCE, Counter(), RefusalLog())
+    accepting = Admission(
+        runtime, listening, lambda sock: None, PATIENCE, CounterTable(), RefusalLog()
+    )
     mine, others = socket.socketpair()  # nothing ever arrives there
 
     def close_and_reuse_the_number() -> None:

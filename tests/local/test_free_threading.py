@@ -15,8 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from telegrad.free_threading import has_gil, snapshot
+import telegrad
+from telegrad import thread_roles
+from telegrad.autograd import hooks
+from telegrad.free_threading import AtomicCounter, CounterTable, has_gil, snapshot
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport.buffer_pool import BufferPool
 from tests.conftest import Clusters
@@ -140,3 +144,60 @@ def test_memory_of_the_pool_has_one_user_at_a_time() -> None:
         return run
 
     assert at_once([use(mark) for mark in range(THREADS)]) == [True] * THREADS
+
+
+def test_counts_of_several_threads_are_exact() -> None:
+    counter, table = AtomicCounter(), CounterTable()
+
+    def count() -> None:
+        for number in range(5000):
+            counter.increment()
+            table.increment(str(number % 3))
+            if number % 100 == 0:
+                assert counter.value > 0
+
+    at_once([count] * THREADS)
+    assert counter.value == counter.value == THREADS * 5000
+    assert sum(table.counts().values()) == THREADS * 5000
+
+
+@telegrad.batched(max_size=2, max_wait=0.0)
+def double(values: torch.Tensor) -> torch.Tensor:
+    thread_roles.resume(thread_roles.pause())  # the next batch may run now
+    return values * 2
+
+
+def test_calls_in_batches_that_overlap_are_counted_exactly() -> None:
+    each = 200
+    before = double.batching.statistics()
+    at_once([lambda: [double(torch.ones(1)) for _ in range(each)]] * THREADS)
+    after = double.batching.statistics()
+    assert after.calls - before.calls == THREADS * each
+    assert after.batch_time.count == after.batches
+
+
+class Model:
+    @telegrad.batched
+    def double(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+
+def test_calls_of_deleted_objects_are_counted_exactly() -> None:
+    each = 200
+    before = Model.double.batching.statistics().calls
+    at_once([lambda: [Model().double(torch.ones(1)) for _ in range(each)]] * THREADS)
+    assert Model.double.batching.statistics().calls - before == THREADS * each
+
+
+def test_hooks_that_threads_register_at_once_are_all_called() -> None:
+    hooks.record_hooks()
+    tensor, each, called = torch.ones(1, requires_grad=True), 200, AtomicCounter()
+    before = hooks.count_foreign_hooks()
+
+    def note(_: torch.Tensor) -> None:
+        called.increment()
+
+    at_once([lambda: [tensor.register_hook(note) for _ in range(each)]] * THREADS)
+    assert hooks.count_foreign_hooks() - before == THREADS * each
+    tensor.sum().backward()
+    assert called.value == THREADS * each

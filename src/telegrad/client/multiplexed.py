@@ -133,7 +133,7 @@ class MultiplexedRuntime(Protocol):
     executor: Executor
     clock: Clock
     event_loops: EventLoops
-    calls_made: int
+    count_made_call: Callable[[], int]
 
 
 class MultiplexedOwner(Protocol):
@@ -271,7 +271,7 @@ class MultiplexedConnection(LoopConnection):
             if until < self._next_expiry_check:
                 self._schedule_expiry_check(until)
             if not internal:
-                self._runtime.calls_made += 1
+                self._runtime.count_made_call()
             if self._queue is None or not self._enqueue(call_id, pending, request, function):
                 copies = None if shared is None else shared.copies
                 self._send(call_id, pending, request, timeout, copies)

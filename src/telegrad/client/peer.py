@@ -285,7 +285,7 @@ class Peer:
             # `mark_lost` did not shut the connection if it was not in `_busy` yet.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
-            self._runtime.calls_made += 1
+            self._runtime.count_made_call()
             connection.send(call_id, request, timeout, until)
             # while the callee works: a part of the record
             function_id, _, body, buffers = request

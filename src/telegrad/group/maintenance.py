@@ -66,9 +66,11 @@ class MaintenanceRuntime(Protocol):
     clock: Clock
     threads: ThreadPool
     endpoint: LocalEndpoint
-    calls_made: int
-    calls_served: int
 
+    @property
+    def calls_made(self) -> int: ...
+    @property
+    def calls_served(self) -> int: ...
     @property
     def listener(self) -> MaintainedListener: ...
     @property

@@ -16,9 +16,10 @@ _MIN_ROUND = 0.1
 class ShutdownRuntime(Protocol):
     """What a graceful shutdown needs from its agent."""
 
-    calls_made: int
     collectives: Collectives
 
+    @property
+    def calls_made(self) -> int: ...
     def has_calls_in_progress(self) -> bool: ...
 
 

@@ -36,6 +36,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from telegrad.errors import AuthenticationError
+from telegrad.free_threading import CounterTable
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.server.refusal_log import RefusalLog
 from telegrad.timeouts import LONGEST_POLL
@@ -99,7 +100,7 @@ class Admission:
         listening: socket.socket,
         authenticate: Callable[[socket.socket], None],
         timeout: float,
-        counters: Counter[str],
+        counters: CounterTable,
         log: RefusalLog,
         is_token: Callable[[bytes], bool] | None = None,
     ) -> None:
@@ -211,7 +212,7 @@ class Admission:
         return min(left, LONGEST_POLL) * 1000 + 1
 
     def _wait(self, error: BaseException) -> None:
-        self._counters["failed_accepts"] += 1
+        self._counters.increment("failed_accepts")
         self._log.warning("worker %r cannot accept a connection: %s", self._runtime.name, error)
         self._closed.wait(_RETRY)
 
@@ -243,7 +244,7 @@ class Admission:
         try:
             sockets.check_same_user(sock)
         except AuthenticationError as error:
-            self._counters["refused_authentication"] += 1
+            self._counters.increment("refused_authentication")
             self._log.refused(self._runtime.name, error)
             sock.close()
             return
@@ -351,7 +352,7 @@ class Admission:
         elif not is_ready:
             stranger.shut()  # the thread that runs its handshake closes and counts it
             return
-        self._counters[counter] += 1
+        self._counters.increment(counter)
         self._log.refused(self._runtime.name, reason)
         self.forget(stranger.sock)
         stranger.sock.close()

@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -321,7 +321,7 @@ class ServerRuntime(ReplyRuntime, Protocol):
     executor: Executor
     event_loops: EventLoops
     functions: FunctionRegistry
-    calls_served: int
+    count_served_call: Callable[[], int]
     forked: bool
 
     def message_context(
@@ -470,6 +470,8 @@ class ServerConnection(ReplyingConnection):
         if deferred is None and call_id in self._unanswered:
             self._cancelled.add(call_id)
             deferred = self._deferred.pop(call_id, None)  # it may have been added in between
+            if call_id not in self._unanswered:  # it may have been answered in between
+                self._cancelled.discard(call_id)
         if deferred is None:
             return
         call = self._unanswered.get(call_id)
@@ -545,7 +547,7 @@ class ServerConnection(ReplyingConnection):
         loop: EventLoop | None = None,
     ) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raise."""
-        self._runtime.calls_served += 1
+        self._runtime.count_served_call()
         try:
             thread_state.call = call
             if self._runtime.config.only_registered:

@@ -5,7 +5,7 @@ connections that have not finished their handshake, and each handshake is limite
 
 State: `_connections` (the `ServerConnection`s that are open), `_observers` (sockets of observers)
 and `_leave_reasons` (the reasons that peers gave when they left, by incarnation) are changed under
-`_lock`. `_admissions` is complete when `listen` returns. `counters` are statistics.
+`_lock`. `_admissions` is complete when `listen` returns.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from typing import Protocol
 
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError, error_text
+from telegrad.free_threading import CounterTable
 from telegrad.group.endpoint import (
     BULK,
     OBSERVE,
@@ -95,7 +95,7 @@ class Listener:
         self._runtime = runtime
         self._endpoint = endpoint
         self._config = config
-        self.counters: Counter[str] = Counter()
+        self.counters = CounterTable()
         self._admissions: list[Admission] = []  # one for each socket that listens
         self._refusals = RefusalLog()
         self._tokens = UsedTokens(endpoint)
@@ -108,7 +108,7 @@ class Listener:
     def __repr__(self) -> str:
         return (
             f"<Listener {self._endpoint.addresses} {len(self._connections)} connections, "
-            f"{dict(self.counters)}>"
+            f"{self.counters.counts()}>"
         )
 
     @property
@@ -233,7 +233,7 @@ class Listener:
             admission.forget(sock)
 
     def _refuse_socket(self, sock: socket.socket, counter: str, error: BaseException) -> None:
-        self.counters[counter] += 1
+        self.counters.increment(counter)
         self._refusals.refused(self._runtime.name, error)
         sock.close()
 
@@ -366,7 +366,7 @@ class Listener:
             "connection closed", peer=name, purpose=connection.group, reason=error_text(error)
         )
         if isinstance(error, ProtocolError):
-            self.counters["closed_protocol_error"] += 1
+            self.counters.increment("closed_protocol_error")
             _log.warning(
                 "worker %r closed the connection from %r: %s", self._runtime.name, name, error
             )

@@ -28,6 +28,7 @@ import numpy as np
 
 from telegrad.config import Config
 from telegrad.errors import ProtocolError, SerializationError, UsageError
+from telegrad.free_threading import AtomicCounter
 from telegrad.transport.bulk import BulkEngine, BulkPeer, OnPulled, Pull, Registration
 from telegrad.transport.host_image import fill_images
 from telegrad.transport.striped_tcp import StripedTcp
@@ -121,11 +122,16 @@ class NixlEngine(BulkEngine):
         self._idle: dict[Incarnation, list[Stripe]] = {}
         self._closed = False
         self._lock = threading.Lock()
-        self.pulled = 0  # frames that NIXL has transferred
+        self._pulled = AtomicCounter()  # frames that NIXL has transferred
         stripes.serve_descriptions(self._describe)
 
     def __repr__(self) -> str:
         return f"<NixlEngine {self.pulled} pulls, {len(self._described)} registrations>"
+
+    @property
+    def pulled(self) -> int:
+        """How many frames NIXL has transferred."""
+        return self._pulled.value
 
     # The sender
 
@@ -188,7 +194,7 @@ class NixlEngine(BulkEngine):
             if not _ask(stripe, CHECK, registration_id):
                 pull.end(SerializationError("its sender gave up sending it"))
             elif pull.end(None):
-                self.pulled += 1
+                self._pulled.increment()
             _ask(stripe, DONE, registration_id)
             self._put_stripe(peer, stripe)
         except Exception as error:  # NIXL's errors have no common class
