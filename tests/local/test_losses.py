@@ -18,6 +18,7 @@ import pytest
 from telegrad import Agent, current_agent
 from telegrad.errors import GroupBroken, PeerLost, UsageError
 from telegrad.group import collectives, maintenance
+from telegrad.group.collectives import _Gather
 from telegrad.group.membership import Member
 from telegrad.runtime import AgentRuntime
 from telegrad.server import listener
@@ -370,6 +371,35 @@ def test_a_death_during_the_barrier_is_named(
         error = each.exception(PATIENCE)
         assert isinstance(error, GroupBroken)
         assert error.missing == (victim,)
+
+
+def test_a_leader_visits_reports_under_its_lock(
+    trio: LocalCluster, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads add reports and losses meanwhile."""
+    leader, make = trio["w0"]._runtime.collectives, _Gather.__init__
+    visits: list[bool] = []
+
+    class Guarded(dict[str, Any]):
+        def __iter__(self) -> Any:
+            visits.append(leader._lock.locked())
+            return super().__iter__()
+
+        def values(self) -> Any:
+            visits.append(leader._lock.locked())
+            return super().values()
+
+    def make_guarded(self: _Gather, *args: Any) -> None:
+        make(self, *args)
+        self.reports, self.lost = Guarded(), Guarded()
+
+    monkeypatch.setattr(_Gather, "__init__", make_guarded)
+    waiting = [in_background(trio[name].barrier) for name in ("w0", "w1")]
+    until(lambda: "['w2']" in repr(leader))
+    trio.kill("w2")
+    assert [type(each.exception(PATIENCE)) for each in waiting] == [GroupBroken] * 2
+    assert visits
+    assert all(visits)
 
 
 def test_the_leader_dies_after_it_has_come_itself(

@@ -132,7 +132,9 @@ Summary = Callable[[GatherResult], Any]
 
 
 class _Gather:
-    """A gather that this agent leads and that has not ended."""
+    """A gather that this agent leads and that has not ended. Used under the lock of `Collectives`,
+    except for `done`, `missing` and what does not change.
+    """
 
     def __init__(self, sequence: str, expected: tuple[str, ...], directory: Directory) -> None:
         self.waits_for_restarts = sequence.startswith(f"{SHUTDOWN}:")
@@ -419,7 +421,8 @@ class Collectives:
         pause = min(_ASK_AFTER * len(gather.expected), _ASK_AGAIN)
         while not _ends_within(gather.done, pause) and not self._runtime.closing:
             pause = _ASK_AGAIN
-            numbers = gather.numbers
+            with self._lock:
+                numbers = gather.numbers
             for name in gather.missing:
                 if name in asked:
                     continue
@@ -435,7 +438,9 @@ class Collectives:
                     reply.add_done_callback(functools.partial(on_reply, name, incarnation))
 
     def _finish_if_complete(self, sequence: str, gather: _Gather) -> None:
-        if gather.is_complete:
+        with self._lock:
+            is_complete = gather.is_complete
+        if is_complete:
             self._finish(sequence, gather)
 
     def _finish(self, sequence: str, gather: _Gather, *, timed_out: bool = False) -> None:
