@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from telegrad import Agent, Config, WorkerInfo, current_agent
 from telegrad.errors import AuthenticationError, JoinError, PeerLost, UsageError
+from telegrad.group import membership
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -103,6 +104,31 @@ def test_two_workers_of_a_fixed_group_with_one_rank_are_not_taken_for_each_other
         stack.enter_context(first)
         with pytest.raises(JoinError, match="rank 0"):
             stack.enter_context(Agent("second", store=store, rank=0, world_size=1, config=config()))
+
+
+def test_an_entry_that_was_read_earlier_does_not_replace_a_later_one(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread reads the entry of a worker, which is started again before the thread stores it."""
+    workers = cluster(2, fixed_size=False)
+    directory, parse = workers["w0"]._runtime.directory, membership._from_json
+    restarted: list[Agent] = []
+
+    def parse_late(entry: Any) -> Any:
+        if not restarted:
+            restarted.append(Agent("w1", store=workers.store, config=workers.config))
+            workers.kill("w1")
+            restarted[0].open()
+            assert directory.find("w1", refresh=True).incarnation == now()
+        return parse(entry)
+
+    def now() -> str:
+        return restarted[0]._runtime.local_member.incarnation
+
+    monkeypatch.setattr(membership, "_from_json", parse_late)
+    directory.find("w1", refresh=True)
+    assert directory.find("w1").incarnation == now()
+    restarted[0].close()
 
 
 def test_fixed_and_open_do_not_mix(cluster: Clusters) -> None:

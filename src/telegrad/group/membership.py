@@ -17,10 +17,10 @@ A worker that cannot join writes the reason under problem/<rank>, for the errors
 may not know the secret, so that text is not signed: it can end the
 waiting for that worker, and nothing else.
 
-State: `_members` (the entries read so far, by rank), `_by_name` (the same), `_names` (by
-incarnation) and `_slots` (ranks, by slot) are written by atomic operations of the dict. Entries are
-replaced, never changed. `_slot` is set once. `_arrivals` belongs to the thread that calls
-`arrivals`.
+State: `_members` (the entries read last, by rank), `_by_name` (the same) and `_names` (by
+incarnation) are changed under `_lock` and read without it; `_slots` (ranks, by slot) is written by
+atomic operations of the dict. Entries are replaced, never changed, and no earlier entry replaces a
+later one. `_slot` is set once. `_arrivals` belongs to the thread that calls `arrivals`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import math
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -139,6 +140,7 @@ class Directory:
         self._slots: dict[int, int] = {}
         self._slot = 0  # that of this worker
         self._arrivals = 0  # slots whose workers `arrivals` has returned
+        self._lock = threading.Lock()
         self._store.group = self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
@@ -259,7 +261,8 @@ class Directory:
         present: set[Incarnation] = set()
 
         def find_ended() -> list[int]:
-            new = [each for each in self._members.values() if each.incarnation not in present]
+            members = list(self._members.values())
+            new = [each for each in members if each.incarnation not in present]
             ended = [each for each in new if has_ended(each)]
             present.update(each.incarnation for each in new if each not in ended)
             return [each.rank for each in ended]
@@ -352,7 +355,7 @@ class Directory:
         """Return all members that have not left, by rank."""
         if refresh:
             self._read_slots()
-            self._read_all(sorted(set(self._slots.values())))
+            self._read_all(sorted(dict.fromkeys(list(self._slots.values()))))
         present = [member for member in list(self._members.values()) if not member.left]
         return sorted(present, key=lambda member: member.rank)
 
@@ -465,7 +468,7 @@ class Directory:
         subjects = {f"rank/{rank}": self._subject(rank) for rank in ranks}
         entries = self._store.read_all(subjects)
         for entry in entries or ():
-            self._remember(_from_json(entry))
+            self._remember(_from_json(entry), entry)
         return entries is not None
 
     def _read_world(self, world_size: int) -> bool:
@@ -484,12 +487,18 @@ class Directory:
         if entry is None:
             return None
         member = _from_json(entry)
-        self._remember(member)
+        self._remember(member, entry)
         return member
 
-    def _remember(self, member: Member) -> None:
-        self._members[member.rank] = self._by_name[member.name] = member
-        self._names[member.incarnation] = member.name
+    def _remember(self, member: Member, entry: Entry | None = None) -> None:
+        """Store a member that was read from `entry`; None: that this worker has written.
+
+        Do nothing if another thread has read a later entry meanwhile.
+        """
+        with self._lock:
+            if entry is None or entry is self._store.last_seen(f"rank/{member.rank}"):
+                self._members[member.rank] = self._by_name[member.name] = member
+            self._names[member.incarnation] = member.name
 
 
 def read_members(store: Store, key: bytes) -> tuple[str, list[Member]]:
