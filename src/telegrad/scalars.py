@@ -77,8 +77,10 @@ class ScalarLog:
     def report(self, step: int | None, samples: int, values: Mapping[str, SupportsFloat]) -> None:
         """Add values of the user. Raise `UsageError` if they are no numbers, or too many names."""
         numbers = {name: _number(name, value) for name, value in values.items()}
-        new = sorted(numbers.keys() - self._series.keys())
-        if len(self._series) + len(new) > MAX_NAMES:
+        with self._lock:
+            new = sorted(numbers.keys() - self._series.keys())
+            count = len(self._series) + len(new)
+        if count > MAX_NAMES:
             raise UsageError(
                 f"a worker may report {MAX_NAMES} values with different names, and {new[0]!r} is "
                 "one too many; pass the step as `step`, not in the name"

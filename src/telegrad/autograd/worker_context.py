@@ -102,9 +102,10 @@ class Context:
 
     def add_callee(self, name: str, incarnation: Incarnation) -> bool:
         """Record a worker that has a part of this context. Return False if it has ended."""
-        if not self.released:
-            self.callees[incarnation] = name
-        return not self.released
+        with self.lock:
+            if not self.released:
+                self.callees[incarnation] = name
+            return not self.released
 
     def record_sent(self, tensors: Iterable[tuple[int, Tensor]], to: MessageContext) -> None:
         """Record tensors of a message to a peer, with their ids."""

@@ -18,7 +18,7 @@ import ctypes
 import functools
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class SmallCopies:
         self._memory = torch.empty(_BUFFERS * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
         start = self._memory.data_ptr()
         self._free = deque(_PinnedBuffer(start + slot * 2 * _PITCH) for slot in range(_BUFFERS))
-        self._busy: defaultdict[int, deque[_PinnedBuffer]] = defaultdict(deque)
+        self._busy: dict[int, deque[_PinnedBuffer]] = {}  # by stream
 
     def copy_to_host(self, tensor: Tensor, size: int, timeout: float) -> bytes | None:
         """Return the `size` bytes of a contiguous tensor.
@@ -79,7 +79,7 @@ class SmallCopies:
             now = time.monotonic()
             give_up_at = give_up_at or now + timeout
             if now > give_up_at:
-                self._busy[stream].append(buffer)  # the copy still writes to it
+                self._busy_on(stream).append(buffer)  # the copy still writes to it
                 return None
         data = ctypes.string_at(buffer.address, size)
         self._free.append(buffer)
@@ -107,8 +107,11 @@ class SmallCopies:
         copy_2d.destination_pitch = half
         copy_2d.width = half
         self._driver.copy_2d_async(copy_2d, stream)
-        self._busy[stream].append(buffer)
+        self._busy_on(stream).append(buffer)
         return tensor
+
+    def _busy_on(self, stream: int) -> deque[_PinnedBuffer]:
+        return self._busy.setdefault(stream, deque())
 
     def _acquire_buffer(self, stream: int) -> _PinnedBuffer | None:
         """Return a free buffer; None if there is none and `stream` cannot free any yet."""
@@ -123,7 +126,7 @@ class SmallCopies:
     def _is_idle(self, stream: int) -> bool:
         """Return whether a stream is idle; if it is, free its buffers."""
         with self._lock:
-            busy = self._busy[stream]
+            busy = self._busy_on(stream)
             count = len(busy)
             if not self._driver.is_stream_idle(stream):
                 return False

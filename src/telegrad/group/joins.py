@@ -74,13 +74,17 @@ class JoinWatcher:
 
         Before the agent is open: for each that registers after it.
         """
-        if self._is_open:
-            self._watch()
+        with self._lock:
+            if not self._is_open:
+                self._listeners.append(listener)
+                return
+        self._watch()
         self._listeners.append(listener)
 
     def start(self) -> None:
         """Begin to watch if there are listeners. The agent has registered."""
-        self._is_open = True
+        with self._lock:
+            self._is_open = True
         if self._listeners:
             self._watch()
 

@@ -331,7 +331,7 @@ class _RegisteredFunctions:
         for function in (*_exposed, *_trusted, *_definers):
             module = getattr(function, "__module__", None)  # methods of builtin types have none
             self._by_name[str(module), function.__qualname__] = function
-        for function in tuple(_exposed):
+        for function in list(_exposed):
             try:
                 self._by_pickle[pickle.dumps(function, 5)] = function
             except Exception:

@@ -267,7 +267,7 @@ class MessageInbox:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        held_back = sum(map(len, self._held_back.values()))
+        held_back = sum(map(len, list(self._held_back.values())))
         return f"<MessageInbox: {len(self._applied)} senders, {held_back} batches held back>"
 
     def receive(

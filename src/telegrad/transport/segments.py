@@ -339,6 +339,7 @@ class MappedSegment:
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._populated_end = PAGE  # pages up to here were faulted in
+        self._lock = threading.Lock()
 
     def view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block that no other receiver has."""
@@ -351,9 +352,10 @@ class MappedSegment:
 
     def private_view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block that other receivers have, too (copy on write)."""
-        if self.private is None:
-            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            self.private = mmap.mmap(self._fd, len(self.memory), flags=flags)
+        with self._lock:
+            if self.private is None:
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                self.private = mmap.mmap(self._fd, len(self.memory), flags=flags)
         array = np.frombuffer(self.private, np.uint8, place.nbytes, place.offset)
         if not has_only_file_pages(array):
             # pages that were written to during an earlier use would hide the bytes of this one

@@ -46,7 +46,6 @@ import socket
 import struct
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -267,7 +266,7 @@ class SegmentSender:
 
     def __init__(self, connect: ConnectFunction) -> None:
         self._connect = connect
-        self._announced: defaultdict[Incarnation, set[int]] = defaultdict(set)
+        self._announced: dict[Incarnation, set[int]] = {}
         self._retry_at: dict[Incarnation, float] = {}  # peers that could not be reached
 
     def __repr__(self) -> str:
@@ -281,7 +280,7 @@ class SegmentSender:
         Then its buffers go through the socket. A peer that did not answer in time is not asked
         again for a while: otherwise each of many buffers would wait for it.
         """
-        announced = self._announced[incarnation]
+        announced = self._announced.setdefault(incarnation, set())
         if segment.segment_id in announced:
             return True
         now = time.monotonic()

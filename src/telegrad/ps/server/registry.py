@@ -58,9 +58,10 @@ class ShardRegistry:
 
     def get(self, key: str) -> BaseShard:
         """Return a shard. Raise `StaleReference` if there is none."""
-        if key not in self._shards:
+        shard = self._shards.get(key)
+        if shard is None:
             raise StaleReference(f"worker {self.runtime.name!r} holds no shard of {key}")
-        return self._shards[key]
+        return shard
 
     def find(self, key: str, kind: type[ShardT]) -> ShardT:
         """Return a shard of this class. Raise `StaleReference` if there is none."""
@@ -136,9 +137,11 @@ class ShardRegistry:
             return
 
     def _close(self) -> None:
-        for shard in self._shards.values():
+        with self.lock:
+            shards = list(self._shards.values())
+            self._shards.clear()
+        for shard in shards:
             shard.close()
-        self._shards.clear()
 
     def _remove_lost_worker(self, name: str, incarnation: Incarnation) -> None:
         for shard in list(self._shards.values()):

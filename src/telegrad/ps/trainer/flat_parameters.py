@@ -40,6 +40,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad.errors import UsageError
+from telegrad.free_threading import has_gil
 from telegrad.ps.layout import ParameterLayout, ParameterPart, ParameterSlot, ServerRange
 from telegrad.transport import flat_memory
 
@@ -202,7 +203,8 @@ def is_sole_reference(parameter: Tensor) -> bool:
     ):
         return False
     del gradient
-    return _count_references(parameter) == _SOLE_REFERENCE
+    # without the lock, the counts may be too low for a moment
+    return _count_references(parameter) == _SOLE_REFERENCE and has_gil()
 
 
 class FlatParameters:
