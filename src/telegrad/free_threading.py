@@ -24,9 +24,10 @@ from __future__ import annotations
 import collections
 import itertools
 import sys
-import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from telegrad.locks import new_lock
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class AtomicCounter:
     def __init__(self) -> None:
         self.increment: Callable[[], int] = itertools.count().__next__
         self._reads = 0  # how often `value` has increased the count itself
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<AtomicCounter {self.value}>"
@@ -78,7 +79,7 @@ class CounterTable:
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<CounterTable {self.counts()}>"

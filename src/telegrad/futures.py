@@ -23,7 +23,6 @@ import contextvars
 import copy
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -37,6 +36,7 @@ from telegrad.errors import (
     as_exception,
     error_text,
 )
+from telegrad.locks import new_lock
 from telegrad.timeouts import time_limit
 
 T = TypeVar("T")
@@ -460,4 +460,4 @@ def _as_runtime_error(error: BaseException) -> RuntimeError:
     return wrapped
 
 
-_lock = threading.Lock()
+_lock = new_lock()

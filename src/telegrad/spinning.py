@@ -13,10 +13,10 @@ State of `Spinning`: at most one thread of a process spins; it holds `permit` an
 from __future__ import annotations
 
 import os
-import threading
 import time
 
 from telegrad.cores import CORES
+from telegrad.locks import new_lock
 
 __all__ = ["SPIN_SECONDS", "spinning", "yield_core"]
 
@@ -39,7 +39,7 @@ class Spinning:
     """The permission to spin, for all threads of this process."""
 
     def __init__(self) -> None:
-        self.permit = threading.Lock()
+        self.permit = new_lock()
         self.rest_until = 0.0  # no thread begins to spin before this moment
 
     def __repr__(self) -> str:

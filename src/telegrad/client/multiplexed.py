@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import collections
 import math
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +35,7 @@ from telegrad.current import CurrentCall, current_call, thread_state
 from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
+from telegrad.locks import new_lock
 from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.packing import SharedArguments
 from telegrad.messages.remote_functions import Function, describe
@@ -183,7 +183,7 @@ class MultiplexedConnection(LoopConnection):
         self._next_expiry_check = math.inf
         self.queue_sent = thread_roles.OneShotEvent()
         self._queue: collections.deque[_QueuedCall] | None = collections.deque()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._queued_replies: dict[int, tuple[PendingCall, Frame]] = {}
         # the callbacks that the leader of the event loop runs
         self._running_callbacks: tuple[Hashable, ...] = ()

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import threading
 import time
 from typing import Any, Protocol
 
@@ -48,6 +47,7 @@ from telegrad.errors import (
 from telegrad.group.endpoint import EXCLUSIVE, MULTIPLEXED
 from telegrad.group.failure_detector import FailureDetector, lost_notice
 from telegrad.group.membership import Member
+from telegrad.locks import new_lock
 from telegrad.messages.call_scope import current_scope
 from telegrad.messages.device_routes import DeviceRoute, request_route
 from telegrad.messages.packing import MessageContext, return_resources
@@ -141,7 +141,7 @@ class Peer:
         self.connect_failed = False  # which does not mean that the peer is lost
         self.connected_or_lost = thread_roles.OneShotEvent()
         # taken by the thread that connects, and never released
-        self._connect_lock = threading.Lock()
+        self._connect_lock = new_lock()
         self._runtime = runtime
         config = runtime.config
         route = request_route(config.device_maps, member.name, config.unmapped_devices)
@@ -158,7 +158,7 @@ class Peer:
         self._record = runtime.recorder.add_made
         self._error: Exception | None = None
         self._lost_event = thread_roles.OneShotEvent()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self.multiplexed = MultiplexedConnection(self, runtime, self._codec, self._call_ids)
 
     def __repr__(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from typing import Protocol
 
@@ -19,6 +18,7 @@ from telegrad.client.multiplexed import QUEUE_WAIT
 from telegrad.client.peer import Peer, PeerRuntime
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_exception
 from telegrad.group.membership import Directory, Member, WorkerInfo
+from telegrad.locks import new_lock
 
 WorkerAddress = str | int | WorkerInfo
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class PeerTable:
     def __init__(self, runtime: PeerTableRuntime) -> None:
         self._runtime = runtime
         self.by_key: dict[str | int, Peer] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<PeerTable of {self._runtime.name!r}: {self.all()}>"

@@ -490,7 +490,7 @@ class Directory:
         self._remember(member, entry)
         return member
 
-    def _remember(self, member: Member, entry: Entry | None = None) -> None:
+    def _remember(self, member: Member, entry: StoreEntry | None = None) -> None:
         """Store a member that was read from `entry`; None: that this worker has written.
 
         Do nothing if another thread has read a later entry meanwhile.

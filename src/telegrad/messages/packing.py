@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from telegrad.locks import new_lock
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.transport.channel import Channel
 from telegrad.transport.host_image import fill_images
@@ -259,7 +260,7 @@ class SharedMessage:
         self._packed: codec.Encoded | None = None
         self._snapshot: list[memoryview] | None = None
         self._users = 1
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def pack(
         self, context: MessageContext, by_value: bool = False, retained: list[Any] | None = None

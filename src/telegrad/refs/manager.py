@@ -49,6 +49,7 @@ from telegrad.errors import (
     error_text,
 )
 from telegrad.free_threading import snapshot
+from telegrad.locks import new_lock, new_reentrant_lock
 from telegrad.messages.remote_functions import internal
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
@@ -202,7 +203,7 @@ class MessageOutbox:
         self._owner = owner
         self._deliver = deliver  # the function that the owner runs for each batch
         self._last_sequence_number = 0
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._unacknowledged: set[int] = set()
 
     def __repr__(self) -> str:
@@ -264,7 +265,7 @@ class MessageInbox:
         self._held_back: defaultdict[Incarnation, dict[int, list[ReferenceMessage]]] = defaultdict(
             dict
         )
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         held_back = sum(map(len, list(self._held_back.values())))
@@ -297,12 +298,12 @@ class ReferenceManager:
     def __init__(self, runtime: AgentRuntime) -> None:
         self.runtime = runtime
         local_incarnation = runtime.local_member.incarnation
-        lock = threading.RLock()
+        lock = new_reentrant_lock()
         self.owned = OwnedObjects(local_incarnation, lock)
         self.held = HeldReferences(local_incarnation, lock)
         self.inbox = MessageInbox(self._apply_message)
         self._outboxes: dict[str, MessageOutbox] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         # counts whose user did not know the object: (user, key) -> time of the last change
         self._missing_at_last_audit: dict[tuple[Incarnation, ObjectKey], float] = {}
         self._watched_workers: set[str] = set()

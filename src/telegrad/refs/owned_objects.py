@@ -43,10 +43,11 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
+from telegrad.locks import new_lock
 from telegrad.wire.handshake import Incarnation
 
 AUDIT_AFTER = 10.0  # seconds without a change after which a count is audited
-_settle_lock = threading.Lock()
+_settle_lock = new_lock()
 _MAX_VOID_REASONS = 1000
 _LEFT_GROUP = "this worker has left the group while the object was being created"
 

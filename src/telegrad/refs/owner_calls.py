@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
+from telegrad.locks import new_lock
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
     MAX_FUNCTIONS,
@@ -37,7 +37,7 @@ from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.wire.handshake import Incarnation
 
 _create_calls: dict[Callable[..., Any], CreateObject] = {}
-_create_calls_lock = threading.Lock()
+_create_calls_lock = new_lock()
 
 
 @definer("function")

@@ -19,7 +19,6 @@ methods of `Future` that the connection uses to complete a call (`_device_copies
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -31,6 +30,7 @@ from telegrad.current import thread_state
 from telegrad.errors import CallCancelled, CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
+from telegrad.locks import new_lock
 from telegrad.messages.packing import (
     MessageContext,
     before_sending,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 
-_completion_lock = threading.Lock()
+_completion_lock = new_lock()
 Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from telegrad.locks import new_lock
+
 T = TypeVar("T")
 
 TICK = 0.005  # seconds between two ticks
@@ -45,7 +47,7 @@ class Clock:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()  # breaks ties in the heap
         self._listeners: tuple[TickListener, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"{name}-clock", daemon=True)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-import threading
 from collections.abc import Iterator
 
 from telegrad.cores import CORES
 from telegrad.free_threading import has_gil
+from telegrad.locks import new_lock
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.executor import ThreadPool
@@ -47,7 +47,7 @@ class EventLoops:
         self._count = count if count is not None else default_loop_count()
         self._loops = [self._create_loop()]
         self._added_per_group: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<EventLoops {self._loops}>"

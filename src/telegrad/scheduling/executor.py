@@ -46,6 +46,7 @@ import torch
 
 from telegrad import thread_roles
 from telegrad.errors import InternalError
+from telegrad.locks import new_lock
 from telegrad.messages.remote_functions import MAX_FUNCTIONS
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.contention import ContentionControl
@@ -76,7 +77,7 @@ class ThreadPool:
         self._idle: list[_IdleThread] = []
         self._count = 0  # threads created so far
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._alive: set[threading.Thread] = set()
 
     def __repr__(self) -> str:
@@ -175,7 +176,7 @@ class _IdleThread:
 
     def __init__(self) -> None:
         self.job: Job | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._lock.acquire()
 
     def wake(self, job: Job | None) -> None:
@@ -220,7 +221,7 @@ class Executor:
         self._finished = 0
         self._finished_at_tick = 0
         self._queue: collections.deque[Job] = collections.deque()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._has_room = threading.Condition(self._lock)
         self._contention = ContentionControl()
         self._closed = False

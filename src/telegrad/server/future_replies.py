@@ -9,15 +9,15 @@ State: `FutureReplies._replies` is changed under `_lock`, and None once the futu
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from telegrad.locks import new_lock
 from telegrad.messages.packing import SharedMessage
 
 Reply = Callable[[Any, SharedMessage | None], None]
 _ATTRIBUTE = "_telegrad_waiters"
-_lock = threading.Lock()
+_lock = new_lock()
 _log = logging.getLogger(__name__)
 
 

@@ -12,11 +12,12 @@ count may be too low while a reference passes from one thread to another.
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import numpy as np
 import numpy.typing as npt
+
+from telegrad.locks import new_lock
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,7 +50,7 @@ class BufferPool:
         self._min_bytes = min_bytes
         self._max_bytes = max_bytes
         self._buffers: dict[int, list[_PooledBuffer]] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self.nbytes = 0
 
     def __repr__(self) -> str:

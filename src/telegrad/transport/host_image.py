@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from telegrad.locks import new_lock
+
 Parts = Generator[memoryview, None, None]
 PART = 1 << 21  # bytes that are copied at a time; a multiple of what a stripe encrypts together
 
@@ -121,7 +123,7 @@ def _new_image(nbytes: int, device: DeviceMemory | None, target: int | None) -> 
     image = np.empty(nbytes, np.uint8).view(HostImage)
     image.device_memory, image.target = device, target
     image._unallocated = device is None
-    image._lock = threading.Lock()
+    image._lock = new_lock()
     return image
 
 

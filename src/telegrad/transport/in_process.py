@@ -9,9 +9,9 @@ from __future__ import annotations
 import collections
 import itertools
 import queue
-import threading
 from collections.abc import Sequence
 
+from telegrad.locks import new_lock
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.host_image import fill_images
@@ -26,7 +26,7 @@ class _ChannelState:
     """The state that the two ends of a channel share."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self.closed = False
         self.ends: tuple[MemoryChannel, ...] = ()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 from telegrad.config import Config
 from telegrad.errors import ProtocolError, SerializationError, UsageError
 from telegrad.free_threading import AtomicCounter
+from telegrad.locks import new_lock
 from telegrad.transport.bulk import BulkEngine, BulkPeer, OnPulled, Pull, Registration
 from telegrad.transport.host_image import fill_images
 from telegrad.transport.striped_tcp import StripedTcp
@@ -70,7 +70,7 @@ class _NixlPull:
     def __init__(self, on_pulled: OnPulled) -> None:
         self._on_pulled: OnPulled | None = on_pulled
         self._fallback: Pull | None = None
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def has_ended(self) -> bool:
@@ -121,7 +121,7 @@ class NixlEngine(BulkEngine):
         self._kept: dict[Incarnation, list[Sequence[memoryview]]] = {}
         self._idle: dict[Incarnation, list[Stripe]] = {}
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._pulled = AtomicCounter()  # frames that NIXL has transferred
         stripes.serve_descriptions(self._describe)
 

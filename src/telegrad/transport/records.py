@@ -18,12 +18,12 @@ import logging
 import socket
 import ssl
 import struct
-import threading
 import time
 from abc import ABC, abstractmethod
 from hashlib import blake2b
 
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.locks import new_lock
 from telegrad.timeouts import LONGEST_POLL
 from telegrad.wire.handshake import HandshakeBroken
 
@@ -187,7 +187,7 @@ class TlsRecords(Records):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._chunk = memoryview(bytearray(_CHUNK))
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._encoded = 0  # records
 
     @property

@@ -19,7 +19,6 @@ import itertools
 import logging
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telegrad.errors import ProtocolError
+from telegrad.locks import new_lock
 from telegrad.transport.memfd import (
     PAGE,
     POPULATE_READ,
@@ -200,7 +200,7 @@ class SegmentAllocator:
         self._segments: list[SharedSegment] = []
         self._draining: list[SharedSegment] = []
         self._segment_ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -339,7 +339,7 @@ class MappedSegment:
         self._fd = os.dup(fd)
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._populated_end = PAGE  # pages up to here were faulted in
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block that no other receiver has."""
@@ -374,7 +374,7 @@ class SegmentMappings:
         self._in_use: dict[
             tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]
         ] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         segments, blocks = len(self._segments), len(self._in_use)

@@ -44,7 +44,6 @@ import math
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +53,7 @@ import numpy.typing as npt
 
 from telegrad.cores import CORES
 from telegrad.errors import ProtocolError
+from telegrad.locks import new_lock
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.wire.frames import BufferLocation
@@ -112,7 +112,7 @@ class SharedCopies:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferLocation]] = {}
         # Peers that have received the message. A peer must not receive a block twice: it maps a
         # segment privately only once, so two tensors would have the same memory.

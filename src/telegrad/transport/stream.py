@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.free_threading import snapshot
+from telegrad.locks import new_lock
 from telegrad.spinning import SPIN_SECONDS, spinning, yield_core
 from telegrad.timeouts import LONGEST_POLL
 from telegrad.transport.buffer_pool import BufferPool
@@ -125,7 +126,7 @@ class SocketChannel(Channel):
 
     def __init__(self, peer_max_frame: int) -> None:
         self._peer_max_frame = peer_max_frame
-        self._send_lock = threading.Lock()
+        self._send_lock = new_lock()
         self._queue: collections.deque[bytes] = collections.deque()  # encoded frames
         # encoded frames that only `flush_deferred` sends
         self._deferred: collections.deque[bytes] = collections.deque()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
 from telegrad.errors import ProtocolError, SerializationError
+from telegrad.locks import new_lock
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, Registration
 from telegrad.transport.channel import ChannelClosed
@@ -47,7 +47,7 @@ class StripeServer:
         self._stripes: dict[Stripe, Incarnation] = {}
         self._last_seen: dict[Incarnation, float] = {}
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         registrations, stripe_count = len(self._registrations), len(self._stripes)

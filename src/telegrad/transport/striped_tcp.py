@@ -8,9 +8,9 @@ State: `_clients` (by incarnation) and `_closed`, under `_lock`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
+from telegrad.locks import new_lock
 from telegrad.transport.bulk import BulkEngine, BulkPeer, OnPulled, Pull, Registration
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stripe_client import StripeClient
@@ -43,7 +43,7 @@ class StripedTcp(BulkEngine):
         self._server = StripeServer(*self._limits)
         self._clients: dict[Incarnation, StripeClient] = {}
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<StripedTcp {self._server!r}, {list(self._clients.values())}>"

@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable
 
 from telegrad.errors import ProtocolError
+from telegrad.locks import new_lock
 from telegrad.spinning import spinning, yield_core
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkTransfer
@@ -95,8 +96,8 @@ class TcpChannel(TcpSender):
         self._pulling = 0  # frames whose buffers are being pulled
         self._pool = pool
         self._max_frame = max_frame
-        self._receive_lock = threading.Lock()
-        self._read_lock = threading.Lock()
+        self._receive_lock = new_lock()
+        self._read_lock = new_lock()
         self._decoder = self._new_decoder()
         self._frames: collections.deque[Frame] = collections.deque()
         self._untold_bytes = 0

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from telegrad import thread_roles
+from telegrad.locks import new_reentrant_lock
 from telegrad.transport.bulk import BulkTransfer
 from telegrad.transport.channel import ChannelClosed, SendTimeout
 from telegrad.transport.host_image import fill_images
@@ -63,7 +64,7 @@ class TcpSender(SocketChannel):
         super().__init__(peer_max_frame)
         self._on_interrupted = on_interrupted
         self._bulk = bulk
-        self._lock = self.descriptor_lock = threading.RLock()
+        self._lock = self.descriptor_lock = new_reentrant_lock()
         self._changed = threading.Condition(self._lock)
         self._generation = 0
         self._error = "the channel was shut"

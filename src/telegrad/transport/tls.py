@@ -22,11 +22,11 @@ import importlib.util
 import os
 import ssl
 import tempfile
-import threading
 from typing import Any
 
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, UsageError
+from telegrad.locks import new_lock
 
 _IDENTITY = "telegrad"
 _NO_CRYPTOGRAPHY = (
@@ -44,7 +44,7 @@ class TlsContexts:
         self._psk = hmac.digest(key, b"telegrad tls psk", "sha256")
         self._contexts: dict[bool, ssl.SSLContext] = {}
         self._fingerprint = b""  # of this worker's own certificate
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def __repr__(self) -> str:
         return f"<TlsContexts {self.describe()}>"
