@@ -25,7 +25,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-engines test-slurm test-frameworks test-registries check lint types public-types layers \
+.PHONY: help demo test test-slow test-gpu test-engines test-slurm test-frameworks test-registries test-free-threaded check lint types public-types layers \
 	workflows bench bench-peers conformance docs dist release clean FORCE
 
 help:  ## list the commands
@@ -78,6 +78,13 @@ test-registries: $(BIN)/python  ## test the plug-ins with the registries of vLLM
 	    .venv-$$package/bin/python -m pytest tests/frameworks/test_$$package.py $(ARGS); \
 	done
 
+# It fails if a package enables the interpreter lock. Its default is the Python that must be on PATH.
+test-free-threaded: PYTHON = python3.14t
+test-free-threaded: VENV = .venv-free-threaded
+test-free-threaded:  ## run every test with a free-threaded Python; PYTHON=... names another one than python3.14t
+	$(MAKE) PYTHON=$(PYTHON) VENV=$(VENV) $(VENV)/.installed-dev-free-threaded
+	$(VENV)/bin/python -m pytest $(ARGS)
+
 check: lint types public-types layers workflows  ## run all of these; each is also a command
 
 lint: $(VENV)/.installed-dev
@@ -126,7 +133,7 @@ release: $(VENV)/.installed-dev  ## check, build, tag: VERSION=1.2.3; ARGS=--dry
 	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
 clean:  ## remove environments, caches and build results
-	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-vllm .venv-verl .venv-ray .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-free-threaded .venv-docs .venv-frameworks .venv-vllm .venv-verl .venv-ray .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Installation --------------------------------------------------------------------------------
@@ -146,6 +153,11 @@ $(VENV)/.torch: FORCE | $(BIN)/python
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	$(UV) pip install --python $(BIN)/python --upgrade-package torch --editable . '$(TORCH)'
+	@touch $@
+
+# The first version of safetensors that has a wheel for free-threaded Python is a pre-release.
+$(VENV)/.installed-dev-free-threaded: $(VENV)/.installed
+	$(UV) pip install --python $(BIN)/python --editable '.[dev-free-threaded]' 'safetensors>=0.9.0rc1'
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed

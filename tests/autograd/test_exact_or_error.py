@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -197,7 +198,9 @@ def test_a_thread_that_does_not_take_the_context_along(
 ) -> None:
     x, results = new_leaf(), []
     with autograd.context(agent=w0) as context_id:
-        thread = threading.Thread(target=lambda: results.append(w0.call("w1", function, x)))
+        # in free-threaded Python 3.14, threads inherit the context by default
+        call = functools.partial(contextvars.Context().run, w0.call, "w1", function, x)
+        thread = threading.Thread(target=lambda: results.append(call()))
         thread.start()
         thread.join()
         with pytest.raises(UsageError, match="outside of this autograd context"):
