@@ -24,7 +24,6 @@ the results contain its name.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import subprocess
@@ -225,48 +224,6 @@ def tabulate(middle: dict[tuple[int, str], float], entries: list[str]) -> str:
     return f"steps/s, and against {BASELINE}\n{results.aligned(rows)}"
 
 
-def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """Draw the tutorial's figure: wall time by number of observers, and steps per second."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("matplotlib is not installed: no plot")
-        return
-    figure, (seconds, rates) = plots.blank(1, 2, (13.0, 5.0))
-    for entry in dict.fromkeys(line["entry"] for line in lines):
-        own = [line for line in lines if line["entry"] == entry]
-        package = package_of(entry)
-        dashed = {"batched": "-", "by_hand": "--", "single": ":"}.get(
-            entry.rpartition(".")[2], "-."
-        )
-        look = {
-            "label": entry,
-            "linestyle": dashed,
-            "marker": "o",
-            "color": plots.COLOURS.get(package, "grey"),
-        }
-        sizes = [line["observers"] for line in own]
-        if entry != "limit":
-            seconds.plot(sizes, [FIGURE_STEPS / line["median"] for line in own], **look)
-        rates.plot(sizes, [line["median"] for line in own], **look)
-    seconds.set_title(
-        f"seconds for {FIGURE_STEPS:,} steps of all observers together (lower is better)",
-        loc="left",
-    )
-    seconds.set_ylim(bottom=0)
-    rates.set_title("steps per second (higher is better)", loc="left")
-    rates.set_yscale("log")
-    for axis in (seconds, rates):
-        axis.set_xlabel("observers")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    about = run["machine"]
-    place = about["gpu"] if run["device"] != "cpu" else f"{about['cpu']}, {about['cores']} cores"
-    figure.suptitle(
-        f"policy on {place}; environment: {run['environment']}; median of {run['rounds']} rounds"
-    )
-    figure.savefig(path, dpi=110)
-    print(f"plot: {path}")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cartpole", description=(__doc__ or "").splitlines()[0]
@@ -323,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"round {number + 1}: {who}: {rate:,.0f} steps/s", flush=True)
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
     print(f"\n{tabulate(middle, options.entries)}")
-    draw(options.out.with_suffix(".png"), run, written(measured))
+    plots.save(options.out)
     return 0
 
 

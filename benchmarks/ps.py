@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import os
 import statistics
@@ -331,7 +330,7 @@ def main(argv: list[str] | None = None) -> int:
             counts = (results.counted(trainers, "trainers"), results.counted(servers, "servers"))
             print(f"\n{', '.join((model, *counts))}\n{table(rates)}\n", flush=True)
     if options.scaling:
-        draw(lines, options.out.with_suffix(".png"))
+        plots.save(options.out)
     return 0
 
 
@@ -358,28 +357,6 @@ def table(measured: Rates) -> str:
         ratio = "-" if base is None else f"{middle / base:.2f}x"
         rows.append([entry, *(f"{each:.1f}" for each in (middle, min(rates), max(rates))), ratio])
     return results.aligned(rows)
-
-
-def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Plot gradients per second by number of trainers, with a curve for each number of servers."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("matplotlib is not installed: no plot")
-        return
-    models = list(dict.fromkeys(line["model"] for line in lines))
-    figure, axes = plots.blank(1, len(models), (6.0 * len(models), 4.4))
-    for axis, model in zip(axes, models, strict=True):
-        for servers in dict.fromkeys(line["servers"] for line in lines):
-            own = [line for line in lines if (line["model"], line["servers"]) == (model, servers)]
-            trainers = [line["trainers"] for line in own]
-            rates = [line["trainers"] * statistics.median(line["rounds"]) for line in own]
-            axis.plot(
-                trainers, rates, marker="o", label=f"{servers} server{'s' if servers > 1 else ''}"
-            )
-        axis.set(title=f"{model}: gradients per second", xlabel="trainers", ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(path, dpi=110)
-    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

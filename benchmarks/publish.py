@@ -2,10 +2,13 @@
 
     telegrad bench publish build/bench/results.jsonl
     telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     separate parts
+    telegrad bench publish                                                       the pages again
 
 The README has a short table, docs/performance.md all figures, and docs/cuda.md those of a GPU. They are
 between two marks and are never edited by hand; a test checks that they match the committed results.
-Publishing needs a checkout.
+The charts are in docs/benchmarks/charts. Sections of docs/performance.md about programs of their own
+are made from the files hosts-*, callers-*, backward-*, spinning-* and workers-* beside the results:
+replace these files, and publish. Publishing needs a checkout.
 """
 
 from __future__ import annotations
@@ -14,7 +17,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, publish_gpu, report, results, verdicts
+from benchmarks import (
+    plots,
+    publish_charts,
+    publish_gpu,
+    publish_programs,
+    report,
+    results,
+    verdicts,
+)
 from benchmarks.processes import ROOT
 from benchmarks.suite import MACHINE
 
@@ -26,14 +37,7 @@ CUDA_PAGE = ROOT / "docs" / "cuda.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 BEGIN, END = "<!-- figures: made by `telegrad bench publish` -->\n", "<!-- end of figures -->\n"
 SHOWN = "results-2-cores.jsonl"  # the file whose figures the README and the page show
-NAMES = {
-    "telegrad": "Telegrad",
-    "torch": "torch RPC",
-    "ray": "Ray",
-    "monarch": "Monarch",
-    "grpc": "gRPC",
-    "rpyc": "RPyC",
-}
+LIBRARIES = ("telegrad", "torch", "ray", "monarch", "grpc", "rpyc", "moolib")
 ROWS = {
     "latency/no-tensor": "synchronous call, no tensor, p50",
     "latency/1-element": "synchronous call, 1-element tensor, Python function, p50",
@@ -82,22 +86,9 @@ SHORT = {  # the rows of the README: the case, and the entries to compare
     "ps/resnet18/2-trainers": ("batch updates of ResNet-18", "telegrad.ps", "torch"),
     "cartpole/8-observers": ("CartPole steps, 8 observers", "telegrad.batched", "torch.batched"),
 }
-CHART = {  # the cases of the chart of the README
-    "latency/no-tensor": "a call\nus, less is better",
-    "latency/1MB": "1 MB there and back\nus, less is better",
-    "rate/64-in-flight": "64 calls in flight\ncalls/s, more is better",
-    "bandwidth/echo-100MB": "100 MB there and back\nGB/s each way, more is better",
-}
-CHARTS = """\
-## Charts
-
-![Four cases, all libraries](benchmarks/summary-2-cores.png)
-
-![All cases on two cores](benchmarks/results-2-cores.png)
-
-![Telegrad and torch RPC on 16 cores](benchmarks/results-16-cores.png)
-
-![Gradients per second with 1 to 8 trainers and 1 to 4 servers](benchmarks/scaling-2-cores.png)
+BEHIND = """\
+A comparison is listed if another library is better, and the middle halves of the rounds do not
+overlap. The largest differences come first.
 """
 LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c", "limit/digits")
 
@@ -109,8 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "files",
         type=Path,
-        nargs="+",
-        help="replace the results of a machine with the same number of cores",
+        nargs="*",
+        help="replace the results of a machine with the same number of cores; "
+        "without files, write the pages again from the published results",
     )
     publish(*parser.parse_args(argv).files)
     return 0
@@ -119,17 +111,15 @@ def main(argv: list[str] | None = None) -> int:
 def publish(*paths: Path) -> None:
     """Merge the files into one that is named after its machine.
 
-    Then write the report, the plots, and the figures of the README and the page.
+    Then write the report, the charts, and the figures of the README and the pages.
     """
     if not README.exists() or not FOLDER.exists():
         raise SystemExit(f"this is not a checkout: {README} or {FOLDER} is missing")
-    run, lines = results.merge(paths)
-    target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
-    results.write(target, {key: value for key, value in run.items() if key != "kind"}, lines)
-    plots.save(target, groups=plots.OVERVIEW)
-    if target.name == SHOWN:
-        summary_chart(results.read(target)[1], FOLDER / "summary-2-cores.png")
-    plots.save(target, FOLDER / f"gpu-{run['machine']['cores']}-cores.png", plots.ON_A_GPU)
+    if paths:
+        run, lines = results.merge(paths)
+        target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
+        results.write(target, {key: value for key, value in run.items() if key != "kind"}, lines)
+    publish_charts.write(FOLDER)
     report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
     for file, block in blocks(FOLDER).items():
         file.write_text(with_figures(file.read_text(), block))
@@ -160,29 +150,67 @@ def with_figures(text: str, block: str) -> str:
 
 
 def short_figures(folder: Path) -> str:
-    """Return the README's block: one table that compares Telegrad with torch RPC."""
+    """Return the README's block: a table that compares Telegrad with torch RPC, and charts."""
     run, lines = results.read(folder / SHOWN)
-    return f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}"
+    charts = publish_charts.markdown(publish_charts.summary(lines), "docs/benchmarks/charts")
+    return f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}\n{charts}"
 
 
 def figures(folder: Path) -> str:
-    """Return the page's block: summary, charts, tables, where Telegrad is behind, other machines."""
+    """Return the page's block: summary, charts, tables, where Telegrad is behind."""
     run, lines = results.read(folder / SHOWN)
-    others = "".join(
-        elsewhere(*results.read(path))
-        for path in sorted(folder.glob("results-*.jsonl"))
-        if path.name != SHOWN
-    )
+    summary = publish_charts.markdown(publish_charts.summary(lines), "benchmarks/charts")
+    machines = [results.read(path) for path in in_order(folder)]
     return (
-        f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}\n{CHARTS}\n"
-        f"## Tables\n\n{table(lines)}\n{entries(lines)}{limits(lines)}{behind(lines)}{others}"
+        f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}\n{summary}\n## Charts\n"
+        f"{''.join(charts(*machine) for machine in machines)}\n## Tables\n"
+        f"{''.join(tables(*machine) for machine in machines)}\n## Where Telegrad is behind\n\n{BEHIND}"
+        f"{''.join(behind(*machine) for machine in machines)}{publish_programs.figures(folder)}"
     )
+
+
+def in_order(folder: Path) -> list[Path]:
+    """Return the result files, that of the README first."""
+    return sorted(folder.glob("results-*.jsonl"), key=lambda path: (path.name != SHOWN, path.name))
+
+
+def charts(run: dict[str, Any], lines: list[Line]) -> str:
+    """Return the charts of one machine."""
+    machine = f"{run['machine']['cores']}-cores"
+    panels = [panel for panel in plots.panels(lines) if panel.group in plots.OVERVIEW]
+    panels.sort(key=lambda panel: plots.OVERVIEW.index(panel.group))
+    chosen = {publish_charts.file_name(machine, panel): panel for panel in panels}
+    chosen |= publish_charts.scaling(machine, lines)
+    images = publish_charts.markdown(chosen, "benchmarks/charts")
+    return f"\n### {place(run)}\n\n{images}"
+
+
+def tables(run: dict[str, Any], lines: list[Line]) -> str:
+    """Return the tables of one machine."""
+    torch = run["versions"]["torch"].partition("+")[0]
+    return (
+        f"\n### Figures on {place(run)[3:]}\n\n{run['machine']['cpu']}, torch {torch}; medians of "
+        f"{rounds_of(lines)} rounds.\n\n{table(lines)}\n{entries(lines)}{limits(lines)}"
+    )
+
+
+def place(run: dict[str, Any]) -> str:
+    return f"On {run['machine']['cores']} cores"
 
 
 def gpu_figures(folder: Path) -> str:
     """Return the block of the CUDA page: the figures of each machine with a GPU."""
     runs = [results.read(path) for path in sorted(folder.glob("results-*.jsonl"))]
-    return "".join(publish_gpu.figures(*each) for each in runs if each[0]["machine"]["gpu"])
+    return "".join(
+        publish_gpu.figures(*each) + gpu_charts(*each) for each in runs if each[0]["machine"]["gpu"]
+    )
+
+
+def gpu_charts(run: dict[str, Any], lines: list[Line]) -> str:
+    machine = f"{run['machine']['cores']}-cores"
+    panels = [panel for panel in plots.panels(lines) if panel.group in plots.ON_A_GPU]
+    chosen = {publish_charts.file_name(machine, panel): panel for panel in panels}
+    return publish_charts.markdown(chosen, "benchmarks/charts")
 
 
 def ratios(lines: list[Line]) -> str:
@@ -197,26 +225,6 @@ def ratios(lines: list[Line]) -> str:
     return f"| | Telegrad | torch RPC | ratio |\n|---|---:|---:|---:|\n{''.join(rows)}"
 
 
-def summary_chart(lines: list[Line], path: Path) -> None:
-    """Draw the cases of CHART with a bar for each library, Telegrad's in another colour."""
-    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
-    figure, axes = plots.blank(1, len(CHART), (13, 3.5))
-    for axis, (case, title) in zip(axes, CHART.items(), strict=True):
-        own = {peer: line for (name, peer), line in cells.items() if name == case}
-        names = [peer for peer in [*NAMES, "moolib"] if peer in own]
-        medians = [own[peer]["median"] for peer in names]
-        colours = ["#d55e00" if peer == "telegrad" else "#9aa5b1" for peer in names]
-        bars = axis.barh([named(peer) for peer in names], medians, color=colours)
-        axis.bar_label(bars, [results.number(median) for median in medians], padding=3)
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-        axis.set_title(title, fontsize=11)
-        axis.xaxis.set_visible(False)
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-        axis.tick_params(left=False)
-    figure.savefig(path, dpi=110)
-
-
 def conditions(run: dict[str, Any], lines: list[Line]) -> str:
     """Return how often and where the shown cases were measured."""
     machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
@@ -226,9 +234,7 @@ def conditions(run: dict[str, Any], lines: list[Line]) -> str:
 def table(lines: list[Line]) -> str:
     """Return the most important rows, with a column for each library."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
-    peers = [
-        peer for peer in NAMES | {"moolib": "moolib"} if any((case, peer) in cells for case in ROWS)
-    ]
+    peers = [peer for peer in LIBRARIES if any((case, peer) in cells for case in ROWS)]
     head = [*map(named, peers), "against torch"]
     rows = [f"| | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
     for case, label in ROWS.items():
@@ -242,18 +248,21 @@ def table(lines: list[Line]) -> str:
 
 
 def entries(lines: list[Line]) -> str:
-    """Return a row for each implementation of a task."""
+    """Return a table for each task, with a row for each implementation."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
-    rows = []
+    found = []
     for case, (label, baseline) in ENTRIES.items():
-        for name, peer in cells:
-            if name == case:
-                ratio = against(cells, case, peer, baseline)
-                ways = WAYS | OF_TABLES if case.startswith("embeddings") else WAYS
-                rows.append(
-                    f"| {label}: {ways.get(peer, peer)} | {quantity(cells[case, peer])} | {ratio} |"
-                )
-    return "\n".join(["| | | against torch |", "|---|---:|---:|", *rows, "\n"]) if rows else ""
+        ways = WAYS | OF_TABLES if case.startswith("embeddings") else WAYS
+        rows = [
+            f"| {ways.get(peer, peer)} | {quantity(line)} | {against(cells, case, peer, baseline)} |"
+            for (name, peer), line in cells.items()
+            if name == case
+        ]
+        if rows:
+            found.append(
+                "\n".join([f"| {label} | | against torch |", "|---|---:|---:|", *rows, "\n"])
+            )
+    return "".join(found)
 
 
 def against(cells: dict[tuple[str, str], Line], case: str, peer: str, baseline: str) -> str:
@@ -279,34 +288,29 @@ def limits(lines: list[Line]) -> str:
     return f"The limits of that machine: {texts}.\n" if own else ""
 
 
-def behind(lines: list[Line], level: str = "## ") -> str:
+def behind(run: dict[str, Any], lines: list[Line]) -> str:
     """Return a table of every comparison that Telegrad loses; those of one curve are one row."""
     lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
     if not lost:
-        return "\nTelegrad is behind in none of these cases.\n"
-    curves: dict[str, list[verdicts.Verdict]] = {}
+        return f"\n{place(run)}: in none of these cases.\n"
+    curves: dict[str, dict[str, list[verdicts.Verdict]]] = {}  # by case, then by library
     for verdict in sorted(lost, key=lambda verdict: verdict.factor):
-        ours = verdict.ours
-        curves.setdefault(ours["group"] if ours["axis"] else ours["case"], []).append(verdict)
-    head = "| | Telegrad | better |\n|---|---:|---|\n"
-    return f"\n{level}Where Telegrad is behind\n\n{head}{''.join(map(loss, curves.values()))}"
+        ours, peer = verdict.ours, verdict.theirs["peer"]
+        case = ours["group"] if ours["axis"] else ours["case"]
+        curves.setdefault(case, {}).setdefault(peer, []).append(verdict)
+    head = f"| {place(run)} | Telegrad | better | its figure |\n|---|---:|---|---:|\n"
+    return f"\n{head}{''.join(loss(curve) for case in curves.values() for curve in case.values())}"
 
 
 def loss(curve: list[verdicts.Verdict]) -> str:
     """Return a row for comparisons of one curve, with the range in which they are lost."""
     first = curve[0].ours
-    peers = dict.fromkeys(verdict.theirs["peer"] for verdict in curve)
-    theirs = {
-        peer: [verdict.theirs for verdict in curve if verdict.theirs["peer"] == peer]
-        for peer in peers
-    }
-    texts = [f"{named(peer)} {span(own)}" for peer, own in theirs.items()]
     amounts = sorted({verdict.ours["at"] for verdict in curve if verdict.ours["axis"]})
-    if len(amounts) < 2:
-        return f"| {first['title']} | {quantity(first)} | {', '.join(texts)} |\n"
-    title = f"{plots.GROUPS.get(first['group'], first['group'])}, {amounts[0]:g} to {amounts[-1]:g} {first['axis']}"
-    ours = span([verdict.ours for verdict in curve])
-    return f"| {title} | {ours} | {', '.join(texts)} |\n"
+    title = first["title"]
+    if len(amounts) > 1:
+        title = f"{plots.GROUPS.get(first['group'], first['group'])}, {amounts[0]:g} to {amounts[-1]:g} {first['axis']}"
+    ours, theirs = ([getattr(verdict, side) for verdict in curve] for side in ("ours", "theirs"))
+    return f"| {title} | {span(ours)} | {named(theirs[0]['peer'])} | {span(theirs)} |\n"
 
 
 def span(lines: list[Line]) -> str:
@@ -314,18 +318,11 @@ def span(lines: list[Line]) -> str:
         min(lines, key=lambda line: line["median"]),
         max(lines, key=lambda line: line["median"]),
     )
+    texts = quantity(low), quantity(high)
+    (number, _, unit), (_, _, other) = (text.partition(" ") for text in texts)
     if low["median"] == high["median"]:
-        return quantity(low)
-    return f"{results.number(low['median'])} to {quantity(high)}"
-
-
-def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
-    """Return a section about another machine: the same tables."""
-    machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
-    return (
-        f"\n## On {machine['cores']} cores\n\n{machine['cpu']}, torch {torch}; medians of "
-        f"{rounds_of(lines)} rounds.\n\n{table(lines)}\n{entries(lines)}{limits(lines)}{behind(lines, '### ')}"
-    )
+        return texts[0]
+    return f"{number if unit == other else texts[0]} to {texts[1]}"
 
 
 def rounds_of(lines: list[Line]) -> str:
@@ -339,9 +336,14 @@ def rounds_of(lines: list[Line]) -> str:
 
 
 def named(peer: str) -> str:
-    return NAMES.get(peer, peer)
+    return plots.NAMES.get(peer, peer)
 
 
 def quantity(line: Line) -> str:
-    unit = "" if line["unit"].endswith("/s") and line["unit"] != "GB/s" else f" {line['unit']}"
-    return f"{results.number(line['median'])}{unit or '/s'}"
+    """Return the median with its unit; times of less than a second in milliseconds."""
+    value, unit = line["median"], line["unit"]
+    if unit == "s" and value < 1:
+        return f"{results.number(value * 1000)} ms"
+    if unit.endswith("/s") and unit != "GB/s":
+        return f"{results.number(value)}/s"
+    return f"{results.number(value)} {unit}"

@@ -1,9 +1,9 @@
-"""Measure how a group grows: `python -m benchmarks.thousand 10 100 1000 --plot picture.png`.
+"""Measure how a group grows: `python -m benchmarks.thousand 10 100 1000`.
 
 The workers are agents in a few processes (`--processes`) that share a TCPStore. They join, call a
 tree, lose a tenth of them without a message, and the others shut down. For each number of workers
 the script prints one JSON line: the seconds of each phase, and the memory, threads and descriptors
-of one worker.
+of one worker. `telegrad bench publish` draws docs/benchmarks/workers-N-cores.jsonl.
 
 - join: all agents of a group of fixed size are opened and know the others.
 - tree: the first worker calls its children, which call theirs (8 each), and adds up the replies.
@@ -29,11 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-try:
-    from matplotlib.figure import Figure
-except ImportError:  # only `--plot` needs it
-    Figure = None  # type: ignore[assignment,misc]
 
 from telegrad import Agent, Config, current_agent
 
@@ -249,10 +244,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, default=[10, 50, 100, 250, 500, 1000])
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--plot", type=Path, help="draw the results into this file")
-    parser.add_argument(
-        "--read", type=Path, nargs="*", default=[], help="draw the results of earlier runs"
-    )
     parser.add_argument("--share", help=argparse.SUPPRESS)  # of one process
     options = parser.parse_args()
     raise_limits()
@@ -261,36 +252,8 @@ def main() -> None:
         logging.disable(logging.WARNING)  # every worker logs which ones were lost
         print(json.dumps(run_share(*map(int, options.share.split(",")))))
         return
-    lines = [json.loads(line) for path in options.read for line in path.read_text().splitlines()]
-    for size in [] if options.read else options.sizes:
-        lines.append(measure(size, options.processes))
-        print(json.dumps(lines[-1]), flush=True)
-    if options.plot:
-        plot(lines, options.plot)
-
-
-def plot(lines: list[dict[str, Any]], path: Path) -> None:
-    """Draw the seconds of each phase, and the memory of a worker, over the number of workers."""
-    workers = [line["workers"] for line in lines]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    times, memory = figure.subplots(1, 2)
-    for phase in lines[0]["seconds"]:
-        times.plot(workers, [line["seconds"][phase] for line in lines], "o-", label=phase)
-    last = lines[-1]
-    linear = [last["seconds"]["join"] * count / last["workers"] for count in workers]
-    times.plot(workers, linear, ":", color="gray", label="linear")
-    times.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds, all workers together")
-    times.set_title(f"time, {last['processes']} processes on {os.cpu_count()} cores")
-    times.legend()
-    for moment in ("after join", "after tree"):
-        memory.plot(
-            workers, [line[moment]["kilobytes"] for line in lines], "o-", label=f"KB {moment}"
-        )
-    memory.set(xlabel="workers", ylabel="kilobytes of one worker", ylim=(0, None))
-    memory.set_title("memory of one worker, without its process")
-    memory.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    for size in options.sizes:
+        print(json.dumps(measure(size, options.processes)), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ extensions = [
     "llms_txt",
     "public_names",
     "diagrams",
+    "charts",
 ]
 exclude_patterns = ["_ext", "benchmarks/README.md"]
 

@@ -4,6 +4,9 @@ Browsers need no script, and the colours are those of the page, light or dark. O
 it knows `sequenceDiagram` with participants, arrows (``->>``, ``-->>``) and notes, and `flowchart`
 with chains of nodes, one for each line: ``a[label] --> b -- text --> c``. GitHub shows the same
 blocks.
+
+A sequence diagram is drawn twice: for wide pages, and for telephones, where texts may be wider than
+their arrow. The style sheet shows one of them.
 """
 
 from __future__ import annotations
@@ -18,11 +21,30 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-LETTER = 6.9  # mean width of a letter
 LINE = 17  # height of a line of text
-GAP = 205  # between two participants
-MARGIN = 92
-SELF = 34  # width of the arrow of a participant to itself
+TELEPHONE = 350  # pixels
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The size of a drawing. `least` is the least width of the text of an arrow."""
+
+    gap: float  # between two participants
+    margin: float
+    letter: float = 6.9  # mean width of a letter
+    loop: float = 34  # width of the arrow of a participant to itself
+    least: float = 0
+    kind: str = "wide"
+
+
+WIDE = Measures(gap=205, margin=92)
+
+
+def narrow(participants: int) -> Measures:
+    """Return the measures of a drawing that fits on a telephone."""
+    gap = TELEPHONE / (participants - 0.08)
+    return Measures(gap, 0.46 * gap, letter=6.1, loop=18, least=170, kind="narrow")
+
 
 _PARTICIPANT = re.compile(r"participant (\w+)(?: as (.+))?$")
 _ARROW = re.compile(r"(\w+)(-?->>)(\w+): (.+)$")
@@ -36,15 +58,23 @@ class Drawing:
     """The elements so far, and the height that they take."""
 
     columns: dict[str, str]
+    measures: Measures
     y: float = 0
     parts: list[str] = field(default_factory=list)
 
     @property
     def width(self) -> float:
-        return 2 * MARGIN + GAP * (len(self.columns) - 1)
+        return 2 * self.measures.margin + self.measures.gap * (len(self.columns) - 1)
 
     def x(self, name: str) -> float:
-        return MARGIN + GAP * list(self.columns).index(name)
+        return self.measures.margin + self.measures.gap * list(self.columns).index(name)
+
+    def wrap(self, text: str, width: float) -> list[str]:
+        """Return the lines of a text. It may be divided after a slash."""
+        letters = max(int(width / self.measures.letter), 8)
+        if len(text) <= letters:
+            return [text]
+        return textwrap.wrap(re.sub(r"/(?=\w)", "/ ", text), letters) or [""]
 
     def text(self, x: float, lines: list[str], anchor: str = "middle") -> None:
         """Write the lines below the current height."""
@@ -55,12 +85,13 @@ class Drawing:
             )
 
     def head(self) -> None:
-        labels = {name: wrap(label, GAP - 40) for name, label in self.columns.items()}
+        box = self.measures.gap - (28 if self.measures.kind == "wide" else 6)
+        labels = {name: self.wrap(label, box - 6) for name, label in self.columns.items()}
         height = max(map(len, labels.values())) * LINE + 12
         for name, lines in labels.items():
-            x, width = self.x(name) - (GAP - 28) / 2, GAP - 28
             self.parts.append(
-                f'<g class="head"><rect x="{x:g}" y="1" width="{width}" height="{height}" rx="5"/>'
+                f'<g class="head"><rect x="{self.x(name) - box / 2:g}" y="1" width="{box:g}" '
+                f'height="{height}" rx="5"/>'
             )
             self.y = (height - len(lines) * LINE) / 2
             self.text(self.x(name), lines)
@@ -73,8 +104,9 @@ class Drawing:
         if source == target:
             self._arrow_to_itself(start, style, text)
             return
-        lines = wrap(text, abs(end - start) - 16)
-        self.text((start + end) / 2, lines)
+        lines = self.wrap(text, max(abs(end - start) - 16, self.measures.least))
+        half = max(map(len, lines)) * self.measures.letter / 2
+        self.text(min(max((start + end) / 2, half), self.width - half), lines)
         self.y += len(lines) * LINE + 6
         direction = 1 if end > start else -1
         self.parts.append(
@@ -84,12 +116,16 @@ class Drawing:
         self.y += 14
 
     def _arrow_to_itself(self, x: float, style: str, text: str) -> None:
-        is_last = x > self.width - MARGIN - 1
-        lines = wrap(text, GAP - SELF - 22)
-        side = -1 if is_last else 1
-        self.text(x + side * (SELF + 8), lines, "end" if is_last else "start")
+        is_last = x > self.width - self.measures.margin - 1
+        side, loop = -1 if is_last else 1, self.measures.loop
+        room = self.measures.gap - 22
+        if self.measures.least:  # the text may cross the lines of others
+            side = -1 if x > self.width / 2 else 1
+            room = max(x, self.width - x) - 12
+        lines = self.wrap(text, room - loop)
+        self.text(x + side * (loop + 8), lines, "end" if side < 0 else "start")
         height = max(len(lines) * LINE, 22)
-        there, back = side * SELF, -side * (SELF - 7)
+        there, back = side * loop, -side * (loop - 7)
         self.parts.append(
             f'<path class="{style}" d="M{x:g} {self.y + 3:g}h{there}v{height - 4}h{back}"/>'
         )
@@ -105,8 +141,9 @@ class Drawing:
 
     def note(self, first: str, last: str, text: str) -> None:
         left, right = sorted((self.x(first), self.x(last)))
-        left, right = left - 80, right + 80
-        lines = wrap(text, right - left - 16)
+        reach = self.measures.margin * 0.87
+        left, right = left - reach, right + reach
+        lines = self.wrap(text, right - left - 16)
         self.parts.append(
             f'<g class="note"><rect x="{left:g}" y="{self.y:g}" width="{right - left:g}" '
             f'height="{len(lines) * LINE + 8}" rx="3"/>'
@@ -122,14 +159,11 @@ class Drawing:
             f'<path class="life" d="M{self.x(name):g} {top}V{self.y:g}"/>' for name in self.columns
         )
         return (
-            f'<div class="diagram"><svg role="img" aria-label="{html.escape(label)}" '
+            f'<div class="diagram {self.measures.kind}">'
+            f'<svg role="img" aria-label="{html.escape(label)}" '
             f'viewBox="0 0 {self.width:g} {self.y:g}" width="{self.width:g}">'
             f"{lives}{''.join(self.parts)}</svg></div>"
         )
-
-
-def wrap(text: str, width: float) -> list[str]:
-    return textwrap.wrap(text, max(int(width / LETTER), 8)) or [""]
 
 
 def draw(source: str) -> str:
@@ -140,7 +174,13 @@ def draw(source: str) -> str:
     if first != "sequenceDiagram":
         raise ValueError(f"only sequence diagrams and flowcharts can be drawn, not {first!r}")
     found = [_PARTICIPANT.match(line) for line in lines]
-    drawing = Drawing({match[1]: match[2] or match[1] for match in found if match})
+    columns = {match[1]: match[2] or match[1] for match in found if match}
+    return "".join(sequence(lines, columns, size) for size in (WIDE, narrow(len(columns))))
+
+
+def sequence(lines: list[str], columns: dict[str, str], measures: Measures) -> str:
+    """Return the HTML of a sequence diagram of one size."""
+    drawing = Drawing(columns, measures)
     drawing.head()
     for line in lines:
         if arrow := _ARROW.match(line):

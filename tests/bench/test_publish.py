@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from benchmarks import publish, publish_gpu, report, results
+from benchmarks import publish, publish_charts, publish_gpu, report, results
 from benchmarks.suite import Case
 from tests.bench.lines import LATENCY, heading, lines
 
@@ -29,7 +31,9 @@ def test_a_page_without_marks_is_refused() -> None:
 
 def test_every_loss_is_named() -> None:
     found = lines((LATENCY, "telegrad", [2.0] * 5), (LATENCY, "grpc", [1.0] * 5))
-    assert publish.behind(found).endswith("|---|\n| a call | 2.00 us | gRPC 1.00 us |\n")
+    assert publish.behind(heading(), found).endswith(
+        "|---:|\n| a call | 2.00 us | gRPC | 1.00 us |\n"
+    )
 
 
 def test_losses_along_a_curve_are_one_item() -> None:
@@ -43,10 +47,26 @@ def test_losses_along_a_curve_are_one_item() -> None:
         (many, "grpc", [8.0] * 5),
         (many, "rpyc", [7.0] * 5),
     )
-    assert publish.behind(found).splitlines()[5:] == [
-        "| until every worker is up, 2 to 32 workers | 1.00 to 9.00 s "
-        "| gRPC 0.50 to 8.00 s, RPyC 7.00 s |"
+    assert publish.behind(heading(), found).splitlines()[3:] == [
+        "| time until every worker is up, 2 to 32 workers "
+        "| 1.00 to 9.00 s | gRPC | 500 ms to 8.00 s |",
+        "| 32 workers | 9.00 s | RPyC | 7.00 s |",
     ]
+
+
+def test_every_chart_exists_and_shows_the_committed_results() -> None:
+    charts = publish_charts.charts(publish.FOLDER)
+    drawn = {path.name: path.read_text() for path in (publish.FOLDER / "charts").glob("*.svg")}
+    assert drawn.keys() == charts.keys()
+    for name, panel in charts.items():
+        if not panel.axis:
+            assert all(f">{results.number(line['median'])}<" in drawn[name] for line in panel.lines)
+
+
+def test_the_pages_show_charts_that_exist() -> None:
+    for page in [publish.README, *(publish.PAGE.parents[1] / "docs").rglob("*.md")]:
+        for image in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / image).is_file(), f"{page}: {image}"
 
 
 def test_the_gpu_page_says_which_way_was_measured() -> None:
