@@ -1,9 +1,9 @@
 """Train a CartPole policy that many observers query with batched calls.
 
     pip install 'telegrad[examples]'
-    python examples/cartpole.py                        # solved in one or two minutes on 2 cores
-    python examples/cartpole.py --observers 10 --plot cartpole.png
-    python examples/cartpole.py --no-batch             # one forward pass per call, to compare
+    telegrad train cartpole              # solved in one or two minutes on 2 cores
+    telegrad train cartpole --observers 10 --plot cartpole.png
+    telegrad train cartpole --no-batch   # one forward pass per call, to compare
 
 Each observer is a process with its own environment. In every step, it asks the learner's policy for
 an action. The learner updates the policy with REINFORCE after every round, in which each observer
@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 import telegrad
+from telegrad.cli import training
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.refs import RRef, remote
 
 try:
@@ -156,13 +158,19 @@ def work(options: argparse.Namespace) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Balance a pole with one policy and many observers."
+        prog="telegrad train cartpole", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--observers", type=int, default=8)
     parser.add_argument(
-        "--episodes", type=int, default=3000, help="stop after this many, solved or not"
+        "--observers", type=training.at_least_one, default=8, metavar="N", help="default: 8"
     )
-    parser.add_argument("--seed", type=int, default=543)
+    parser.add_argument(
+        "--episodes",
+        type=training.at_least_one,
+        default=3000,
+        metavar="N",
+        help="stop after this many, solved or not (default: 3000)",
+    )
+    parser.add_argument("--seed", type=int, default=543, metavar="N", help="default: 543")
     parser.add_argument("--no-batch", action="store_true", help="one forward pass per call")
     parser.add_argument("--plot", metavar="FILE", help="save a plot of the rewards")
     options = parser.parse_args(argv)

@@ -1,12 +1,10 @@
 """Train a classifier of handwritten digits with several trainers and parameter servers.
 
-Usage:
-
     pip install 'telegrad[examples]'
-    python examples/mnist.py                             # or: telegrad train mnist
-    python examples/mnist.py --servers 2 --trainers 4 --consistency stale:4
-    python examples/mnist.py --data mnist                # MNIST, loaded by torchvision
-    python examples/mnist.py --checkpoint build/points   # add --resume to continue later
+    telegrad train mnist                             # or: python examples/mnist.py
+    telegrad train mnist --servers 2 --trainers 4 --consistency stale:4
+    telegrad train mnist --data mnist                # MNIST, loaded by torchvision
+    telegrad train mnist --checkpoint build/points   # add --resume to continue later
 
 Every worker is a process that `telegrad.launch` starts. A server has no code of its own; a
 trainer is an ordinary training loop that uses `telegrad.ps.Optimizer`. By default the digits are

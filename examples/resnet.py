@@ -1,11 +1,9 @@
 """Train a residual network with several trainers and parameter servers.
 
-Usage:
-
     pip install 'telegrad[examples]'
-    python examples/resnet.py                            # or: telegrad train resnet
-    python examples/resnet.py --data cifar10 --epochs 30 --trainers 4 --servers 2
-    python examples/resnet.py --network small            # learns in seconds on two cores
+    telegrad train resnet                   # or: python examples/resnet.py
+    telegrad train resnet --data cifar10 --epochs 30 --trainers 4 --servers 2
+    telegrad train resnet --network small   # learns in seconds on two cores
 
 By default the images are the digits of scikit-learn, scaled to 32 x 32 pixels, and the network is
 torchvision's ResNet-18, or a small one if torchvision is not installed. It uses group

@@ -1,11 +1,9 @@
 """Train a CartPole policy with a learner and actors that have a copy of the policy each.
 
-Usage:
-
     pip install 'telegrad[examples]'
-    python examples/rl.py                                # or: telegrad train rl
-    python examples/rl.py --actors 4 --max-staleness 2   # the learner does not wait for all actors
-    python examples/rl.py --kill actor1:30 --kill learner:60
+    telegrad train rl                                # or: python examples/rl.py
+    telegrad train rl --actors 4 --max-staleness 2   # the learner does not wait for all actors
+    telegrad train rl --kill actor1:30 --kill learner:60
 
 Each actor is a process that plays many games of CartPole with its own copy of the policy. The
 learner makes a step of policy gradients with what they have seen, and publishes the new version of
@@ -45,6 +43,7 @@ from telegrad.cli.actor_learner import (
     append,
     following,
 )
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.errors import PeerLost
 from telegrad.refs import RRef, remote
 from telegrad.weights import Publisher, StalenessFilter, Subscriber
@@ -295,12 +294,20 @@ def work(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="telegrad train rl", description=__doc__, formatter_class=HelpFormatter
     )
     number = training.at_least_one
-    parser.add_argument("--actors", type=number, default=2)
-    parser.add_argument("--versions", type=number, default=150, help="how many steps to make")
-    parser.add_argument("--games", type=number, default=16, help="of each actor for each batch")
+    parser.add_argument("--actors", type=number, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--versions", type=number, default=150, metavar="N", help="steps to make (default: 150)"
+    )
+    parser.add_argument(
+        "--games",
+        type=number,
+        default=16,
+        metavar="N",
+        help="games of each actor for each batch (default: 16)",
+    )
     parser.add_argument(
         "--max-staleness",
         type=int,
@@ -318,10 +325,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="kill a worker (learner, actor0, actor1, ...) when this version is published; "
         "may be repeated",
     )
-    parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=1e-2, help="learning rate (default: 0.01)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/rl"), help="folder for plot, page and policy"
+        "--out",
+        type=Path,
+        default=Path("build/rl"),
+        metavar="DIR",
+        help="folder for plot, page and policy (default: build/rl)",
     )
     options = parser.parse_args(argv)
     check(parser, options)

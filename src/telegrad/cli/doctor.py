@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from telegrad import plurals
 from telegrad.cli import doctor_link
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, JoinError, TelegradError, UsageError
 from telegrad.group.hosts import describe_interfaces, interfaces, is_loopback
@@ -61,7 +62,7 @@ def add(commands: Any) -> None:
         description="Check whether workers can run here and reach each other. The settings are "
         "those of the TELEGRAD_* variables of the environment.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "peer", metavar="HOST:PORT", nargs="?", help="where `telegrad doctor --listen` runs"

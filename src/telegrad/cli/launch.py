@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.errors import UsageError
 from telegrad.launcher import kubernetes, slurm
 
@@ -25,7 +26,8 @@ _EXAMPLES = """\
   telegrad launch -n 2 -m telegrad run old.py                   a torch.distributed.rpc script
   telegrad launch -n 3 --dashboard train.py                     show them on a web page
   telegrad launch -n 8 --on slurm --sbatch=--partition=gpu train.py
-  telegrad launch -n 8 --on k8s --image example/train train.py | kubectl apply -f -
+  telegrad launch -n 8 --on k8s --image example/train train.py \\
+      | kubectl apply -f -
 
 In each worker, `init_rpc` and `Agent` need no arguments.
 """
@@ -39,7 +41,7 @@ def add(commands: Any) -> None:
         description="Start the workers of a program, show and keep their output, and restart those "
         "that fail. The exit code is that of the first worker that fails for good.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("-n", dest="workers", type=int, metavar="N", help="number of workers")
     parser.add_argument(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from telegrad import dashboard
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.errors import TelegradError, UsageError
 from telegrad.observer import Group, attach
 from telegrad.observer.connection import NoAnswer
@@ -90,7 +91,7 @@ def _add_parser(commands: Any, name: str, summary: str) -> argparse.ArgumentPars
         description=f"{summary[0].upper()}{summary[1:]}. The secret is that of the group: "
         "TELEGRAD_SECRET, or the key file of this user.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--rendezvous", metavar="HOST:PORT", help="the TCP store of the group")

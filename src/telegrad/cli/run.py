@@ -18,6 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from telegrad import openmp
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.errors import UsageError
 
 _EXAMPLES = """\
@@ -43,7 +44,7 @@ def add(commands: Any) -> None:
         description="Run a program with Telegrad in place of torch.distributed.rpc and related "
         "modules, in its own process and in all processes that it forks or spawns.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "-m", dest="module", action="store_true", help="PROGRAM is the name of a module"

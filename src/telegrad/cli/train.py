@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from telegrad import openmp
+from telegrad.cli.help_text import HelpFormatter
 
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
         description="Run one of these examples; `telegrad train NAME --help` shows its options. "
         "They need `pip install 'telegrad[examples]'`.",
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("example", choices=_EXAMPLES, metavar="NAME", help="the example to run")
     parser.add_argument(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import telegrad.rpc as rpc
 from telegrad import cluster, plurals, ps
+from telegrad.cli.help_text import HelpFormatter
 from telegrad.cli.progress import Progress, TrainingReport
 from telegrad.errors import WorkerExited
 from telegrad.launcher.functions import launch
@@ -45,33 +46,51 @@ def parser(
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all examples. The first of `data` is the default."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"telegrad train {Path(sys.argv[0]).stem}",
+        description=description,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--servers", type=at_least_one, default=1)
-    parser.add_argument("--trainers", type=at_least_one, default=2)
+    parser.add_argument(
+        "--servers",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="parameter servers (default: 1)",
+    )
+    parser.add_argument("--trainers", type=at_least_one, default=2, metavar="N", help="default: 2")
     parser.add_argument(
         "--consistency",
         type=_consistency,
         default=ps.Sync(),
-        help="sync, sync:QUORUM, async or stale:AHEAD",
+        metavar="RULE",
+        help="sync, sync:QUORUM, async or stale:AHEAD (default: sync)",
     )
-    parser.add_argument("--epochs", type=at_least_one, default=epochs)
-    parser.add_argument("--data", choices=data, default=data[0])
+    parser.add_argument(
+        "--epochs", type=at_least_one, default=epochs, metavar="N", help=f"default: {epochs}"
+    )
+    parser.add_argument("--data", choices=data, default=data[0], help=f"default: {data[0]}")
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path("build/data"),
-        help="folder of the data; missing data are downloaded into it",
+        metavar="DIR",
+        help="folder of the data; missing data are downloaded into it (default: build/data)",
     )
     parser.add_argument(
         "--device",
         type=_device,
         default="cpu",
-        help="device of the trainers: cpu, cuda, cuda:1, ...",
+        help="device of the trainers: cpu, cuda, cuda:1, ... (default: cpu)",
     )
-    parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoints of the servers")
     parser.add_argument(
-        "--every", type=at_least_one, default=100, help="steps between two checkpoints"
+        "--checkpoint", type=Path, metavar="DIR", help="folder for the checkpoints of the servers"
+    )
+    parser.add_argument(
+        "--every",
+        type=at_least_one,
+        default=100,
+        metavar="N",
+        help="steps between two checkpoints (default: 100)",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
     parser.add_argument(
@@ -81,7 +100,11 @@ def parser(
         help="write loss, score, speed, version and staleness for TensorBoard",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path(out), help="folder for the plot and the report"
+        "--out",
+        type=Path,
+        default=Path(out),
+        metavar="DIR",
+        help=f"folder for the plot and the report (default: {out})",
     )
     return parser
 
