@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from telegrad.cli.commands import main, make_parser
+from telegrad.cli import launch
+from telegrad.cli.commands import INTERRUPTED, main, make_parser
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("cartpole", "mnist", "recsys", "resnet", "rl")
@@ -99,3 +100,21 @@ def test_documented_commands_are_valid(
 
 def test_documented_commands_are_found() -> None:
     assert len(documented()) > 40
+
+
+def test_ctrl_c_shows_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also while torch is imported, which takes seconds."""
+
+    def import_torch(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setattr(launch, "_ENGINES", {"local": import_torch})
+    assert main(["launch", "-n", "2", str(script)]) == INTERRUPTED
+
+
+def test_a_missing_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["launch", "-n", "2"])
+    assert capsys.readouterr().err.endswith("arguments are required: PROGRAM\n")

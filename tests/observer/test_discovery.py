@@ -99,3 +99,13 @@ def test_no_time_is_left() -> None:
         with pytest.raises(NoAnswer, match="no answer for 0 s"):
             connection.request("members", 0.0)
         assert "not connected" in repr(connection)
+
+
+def test_torch_writes_nothing_about_a_store_that_is_not_there(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(JoinError, match="Connection refused"):
+        attach(f"127.0.0.1:{port}", timeout=0.5)
+    assert capfd.readouterr().err == ""

@@ -11,11 +11,18 @@ from telegrad.cli import bench, doctor, launch, observe, run, train
 
 __all__ = ["main", "make_parser"]
 
+INTERRUPTED = 130  # the exit code that shells give a command that Ctrl-C has ended
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand with these arguments, or those of this process. Return the exit code."""
     options = make_parser().parse_args(arguments)
-    exit_code: int = options.command(options)
+    try:
+        exit_code: int = options.command(options)
+    except KeyboardInterrupt:
+        if options.subcommand == "run":  # it belongs to the program
+            raise
+        return INTERRUPTED
     return exit_code
 
 
@@ -26,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"telegrad {telegrad.__version__}")
     parser.set_defaults(command=lambda _: _show_help(parser))
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="subcommand")
     bench.add(commands)
     doctor.add(commands)
     launch.add(commands)

@@ -277,7 +277,8 @@ def _check_limits() -> Iterator[Finding]:
     else:
         yield Finding("limits", OK, text)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = f"{_count(locked)} bytes of locked memory"
+    size = "unlimited" if locked < 0 else f"{locked / 1e6:,.1f} MB of"
+    text = f"{size} locked memory"
     if locked >= 0:
         yield Finding("limits", NOTE, text, "RDMA networks need `ulimit -l unlimited`; others not")
     else:

@@ -93,9 +93,10 @@ def add(commands: Any) -> None:
         "-m", dest="module", action="store_true", help="PROGRAM is the name of a module"
     )
     parser.add_argument("program", metavar="PROGRAM", help="a script")
-    parser.add_argument(
+    rest = parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program"
     )
+    rest.required = False  # an error about a missing argument does not name it
     parser.set_defaults(command=lambda options: _launch(parser, options))
 
 

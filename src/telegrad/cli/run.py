@@ -52,9 +52,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "program", metavar="PROGRAM", help="a script, or a folder or zip file with a __main__.py"
     )
-    parser.add_argument(
+    rest = parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program"
     )
+    rest.required = False  # an error about a missing argument does not name it
     parser.set_defaults(command=lambda options: _run(parser, options))
 
 

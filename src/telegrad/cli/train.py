@@ -38,9 +38,10 @@ def add(commands: Any) -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("example", choices=_EXAMPLES, metavar="NAME", help="the example to run")
-    parser.add_argument(
+    rest = parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="...", help="options of the example"
     )
+    rest.required = False  # an error about a missing argument does not name it
     parser.set_defaults(command=lambda options: _train(parser, options))
 
 

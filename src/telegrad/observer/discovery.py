@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -139,11 +140,14 @@ def _open_store(dist: Any, rendezvous: str, timeout: float) -> Any:
         return dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
 
     try:
+        # torch writes pages of C++ frames if nothing listens there
+        socket.create_connection((host, int(port)), timeout).close()
         return open_within(timeout, connect)
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, OSError) as error:
+        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
         raise JoinError(
-            f"no store answers at {rendezvous} within {timeout:g} s. The worker with rank 0 hosts "
-            "it; if that one has ended, name another worker with --address or --pid"
+            f"no store answers at {rendezvous} within {timeout:g} s{reason}. The worker with rank "
+            "0 hosts it; if that one has ended, name another worker with --address or --pid"
         ) from error
 
 
