@@ -24,6 +24,7 @@ from benchmarks.suite import MACHINE
 try:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 except ImportError:  # optional; tables do not need it
     matplotlib = None  # type: ignore[assignment]
 
@@ -341,8 +342,15 @@ def scale(axis: Any, panel: Panel) -> None:
     """Use a logarithmic scale for curves, unless a figure is zero."""
     if min(line["median"] for line in panel.lines) > 0:
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if spread(panel) < 50 else (1,)))
         axis.yaxis.set_minor_formatter(lambda value, _: "")
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+
+
+def spread(panel: Panel) -> float:
+    """Return the quotient of the greatest and the least figure."""
+    medians = [line["median"] for line in panel.lines]
+    return float(max(medians) / min(medians))
 
 
 def name(peer: str, panel: Panel) -> str:

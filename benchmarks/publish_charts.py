@@ -76,11 +76,12 @@ def summary(lines: list[Line]) -> dict[str, Panel]:
 
 def scaling(machine: str, lines: list[Line]) -> dict[str, Panel]:
     """Return a chart of `telegrad.ps` with a curve for each number of servers."""
-    found = tuple(
+    own = [
         gradients(line)
         for line in lines
         if line["group"].startswith("ps resnet18") and line["peer"] == "telegrad.ps"
-    )
+    ]
+    found = tuple(sorted(own, key=lambda line: int(line["peer"].split()[0])))
     if len({line["peer"] for line in found}) < 2:
         return {}
     title = "gradients of ResNet-18 that the servers use"

@@ -23,6 +23,7 @@ extensions = [
     "public_names",
     "diagrams",
     "charts",
+    "tables",
 ]
 exclude_patterns = ["_ext", "benchmarks/README.md"]
 

@@ -42,8 +42,8 @@ WIDE = Measures(gap=205, margin=92)
 
 def narrow(participants: int) -> Measures:
     """Return the measures of a drawing that fits on a telephone."""
-    gap = TELEPHONE / (participants - 0.08)
-    return Measures(gap, 0.46 * gap, letter=6.1, loop=18, least=170, kind="narrow")
+    gap = TELEPHONE / participants
+    return Measures(gap, gap / 2, letter=6.1, loop=18, least=170, kind="narrow")
 
 
 _PARTICIPANT = re.compile(r"participant (\w+)(?: as (.+))?$")
@@ -86,7 +86,7 @@ class Drawing:
 
     def head(self) -> None:
         box = self.measures.gap - (28 if self.measures.kind == "wide" else 6)
-        labels = {name: self.wrap(label, box - 6) for name, label in self.columns.items()}
+        labels = {name: self.wrap(label, box - 2) for name, label in self.columns.items()}
         height = max(map(len, labels.values())) * LINE + 12
         for name, lines in labels.items():
             self.parts.append(

@@ -42,6 +42,25 @@ PUBLIC = (
 CONSTANTS = {
     "telegrad.rpc.UNSET_RPC_TIMEOUT": "As a `timeout`: the timeout of the options of `init_rpc`.",
 }
+# Methods that other modules of the package use, and users do not.
+INTERNAL = {
+    "Future.is_call",
+    "Future.add_caller",
+    "Future.remove_caller",
+    "Tables.define",
+    "Tables.change_optimizer",
+    "Tables.fetch",
+    "Tables.write_rows",
+    "Tables.stored_rows",
+    "Tables.show_gradients",
+    "Tables.begin_step",
+    "Tables.finish_step",
+    "RowSGD.state_spec",
+    "RowSGD.update",
+    "FaultPlan.choose",
+    "RpcBackendOptions.to_config",
+    "TensorPipeRpcBackendOptions.to_config",
+}
 _MODULE = re.compile(r"~(?:\w+\.)*~?")  # of a type in a signature
 
 
@@ -109,10 +128,28 @@ def shorten(
         return None
     if inspect.isclass(value) and dataclasses.is_dataclass(value):
         return "", None
+    signature = signature.replace("_TakesList[", "Callable[..., ")
     return _MODULE.sub("", signature), result and _MODULE.sub("", result)
+
+
+def skip(
+    _app: Sphinx, _what: str, _name: str, value: Any, skipped: bool, _options: Any
+) -> bool | None:
+    function = value.fget if isinstance(value, property) else value
+    return True if getattr(function, "__qualname__", "") in INTERNAL else None
+
+
+def drop_aliases(
+    _app: Sphinx, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]
+) -> None:
+    """Remove what Python says about a field of a named tuple: its number."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-docstring", drop_aliases)
     return {"parallel_read_safe": True}

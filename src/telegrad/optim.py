@@ -263,7 +263,7 @@ class DistributedOptimizer(Optimizer):
         return f"{type(self).__name__} of {name} on {owners}: {super().__repr__()}"
 
     @property
-    def remote_optimizers(self) -> list[RRef[_WorkerOptimizer]]:
+    def remote_optimizers(self) -> list[RRef[Any]]:
         """References to the optimizers of the workers that own parameters, one per worker."""
         return list(self._worker_optimizers.values())
 

@@ -46,6 +46,7 @@ _STYLE = (
     "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
     "td,th{padding:.2em .6em;text-align:right;border-bottom:1px solid #8884}"
     "td:first-child,th:first-child{text-align:left}"
+    "@media(max-width:30em){td,th{padding:.2em .3em;font-size:.8rem}}"
 )
 # The colours of Okabe and Ito, which colour-blind people can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
