@@ -324,7 +324,8 @@ def test_meta_tensors_and_empty_ones_have_no_bytes() -> None:
 def test_modules_have_parameters_and_buffers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     assert list(tensors_of(model)) == list(model.state_dict())
-    assert list(tensors_of({"a": torch.ones(1), "b": 3})) == ["a"]  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="'b' is of the type int"):
+        tensors_of({"a": torch.ones(1), "b": 3})  # type: ignore[dict-item]
 
 
 def test_sparse_tensors_are_refused() -> None:

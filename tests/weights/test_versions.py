@@ -114,6 +114,35 @@ def test_names_can_be_mapped_and_left_out(cluster: Clusters, subscribe: Subscrib
     assert torch.equal(layer.weight, before)
 
 
+class Stateful(nn.Linear):
+    """A module whose `state_dict` has a value that is not a tensor."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        raise AssertionError
+
+
+def test_nothing_is_left_out_silently(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    model = Stateful(3, 2)
+    with pytest.raises(UsageError, match="'_extra_state' is of the type int, and only tensors can"):
+        Publisher(model, "policy", agent=workers["w0"])
+    Publisher(nn.Linear(3, 2), "policy", agent=workers["w0"]).publish()
+    subscriber = subscribe(workers, "w1")
+    before = model.weight.clone()
+    with pytest.raises(UsageError, match=r"'_extra_state' is of the type int.* leave it out with"):
+        subscriber.pull_into(model)
+    with pytest.raises(UsageError, match="`names` has 'wieght', which the weights to write"):
+        subscriber.pull_into(model, names={"wieght": "weight", "bias": "bias"})
+    with pytest.raises(UsageError, match="`names` has 'wieght'"):
+        subscribe(workers, "w1", weights=model, names={"wieght": "weight"})
+    assert torch.equal(model.weight, before)
+    subscriber.pull_into(model, names=lambda name: None if name == "_extra_state" else name)
+    assert not torch.equal(model.weight, before)
+
+
 class Exported(nn.Module):
     """A module whose `state_dict` has a copy of a parameter, as a conversion makes it."""
 

@@ -133,8 +133,52 @@ def entry_of(image: Tensor, entry: Entry) -> Tensor:
     return values.view(entry.dtype).view(entry.shape)
 
 
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
 def tensors_of(weights: Weights) -> dict[str, Tensor]:
-    """Return the tensors of a module or of a `state_dict` by name."""
+    """Return the tensors of a module or of a `state_dict` by name, to publish them."""
+    tensors = {}
+    for name, value in _values_of(weights).items():
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"{name!r} is of the type {type(value).__name__}, and only tensors can be "
+                "published; pass a dict without it, such as `{name: value for name, value in "
+                "model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}`, "
+                "or with a tensor in its place"
+            )
+        tensors[name] = value
+    return tensors
+
+
+def targets_of(
+    weights: Weights, names: Rename | None, *, is_part: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors into which weights are copied, by name.
+
+    `names` may leave out values that are not tensors, and has only names of `weights`, unless these
+    are a part of the model.
+    """
+    values = _values_of(weights)
+    unknown = names.keys() - values.keys() if isinstance(names, Mapping) else set()
+    if unknown and not is_part:
+        raise UsageError(
+            f"`names` has {', '.join(sorted(map(repr, unknown)))}, which the weights to "
+            "write do not have; its keys are names of the model, its values are published names"
+        )
+    targets = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            targets[name] = value
+        elif published_name(name, names) is not None:
+            raise UsageError(
+                f"{name!r} is of the type {type(value).__name__}, and only tensors can be "
+                "written; leave it out with `names`"
+            )
+    return targets
+
+
+def _values_of(weights: Weights) -> Mapping[str, object]:
     if isinstance(weights, nn.Module):
         # With `keep_vars`, tied parameters are the same object.
         weights = weights.state_dict(keep_vars=True)
@@ -142,11 +186,18 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
         raise UsageError(
             f"weights are a module or a dict of tensors by name, not {type(weights).__name__}"
         )
-    # A `state_dict` may contain other values, such as the extra state of a module.
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    return weights
 
 
-Rename = Mapping[str, str] | Callable[[str], str | None]
+def published_name(name: str, names: Rename | None) -> str | None:
+    """Return the published name of a tensor; None if it is left out."""
+    if names is None:
+        return name
+    if callable(names):
+        return names(name)
+    if isinstance(names, Mapping):
+        return names.get(name)
+    raise UsageError(f"`names` is a dict or a function, not {type(names).__name__}")
 
 
 def check_target(weights: Weights, target: Mapping[str, Tensor], names: Rename | None) -> None:
@@ -179,12 +230,8 @@ def renamed(
     target: Mapping[str, Tensor], names: Rename | None
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Return the name, the published name and the tensor of each tensor that is written."""
-    if not (names is None or callable(names) or isinstance(names, Mapping)):
-        raise UsageError(f"`names` is a dict or a function, not {type(names).__name__}")
     for name, tensor in target.items():
-        published: str | None = name
-        if names is not None:
-            published = names(name) if callable(names) else names.get(name)
+        published = published_name(name, names)
         if published is not None:
             yield name, published, tensor
 

@@ -22,7 +22,7 @@ from telegrad.timeouts import duration, time_limit
 from telegrad.weights import device_images, planning
 from telegrad.weights.assembly import SlicedVersion
 from telegrad.weights.boxes import Slices
-from telegrad.weights.layout import Rename, Weights, check_target, tensors_of
+from telegrad.weights.layout import Rename, Weights, check_target, targets_of
 from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
@@ -131,9 +131,10 @@ class Subscriber:
         if weights is not None or slices is not None:
             if uuid is not None:  # pragma: gpu
                 raise UsageError("`device` cannot be combined with `weights` or `slices`")
-            tensors = {} if weights is None else tensors_of(weights)
+            tensors = {} if weights is None else targets_of(weights, names)
             wanted = planning.wanted(tensors, names, slices)
         self._names = names
+        self._names_are_checked = weights is not None
         self._receiver = self._receivers.open(name, publisher, patience, uuid, wanted)
         self._closed = False
 
@@ -174,9 +175,9 @@ class Subscriber:
         """
         if have is not None and self.version == have:
             return have
-        target = tensors_of(weights)
-
+        is_part = names is None and self._names_are_checked
         names = self._names if names is None else names
+        target = targets_of(weights, names, is_part=is_part)
         check_target(weights, target, names)
 
         def pull(found: Found) -> int:
