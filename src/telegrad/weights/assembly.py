@@ -6,7 +6,7 @@ State: that of `Complete` is changed under the lock of `SlicedVersions`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.weights.boxes import Box, Piece, Slices, local_of, piece_of, sliced, whole
 from telegrad.weights.layout import Rename, entry_of, renamed
+from telegrad.weights.leases import Lease
 from telegrad.weights.planning import Plan, Source
 from telegrad.weights.versions import VersionStore
 
@@ -25,14 +26,14 @@ class Hold:
     source: Source
     store: VersionStore
     version: int
-    ticket: int
+    lease: Lease
     owners: int = 1
 
     def release(self) -> None:
         """End the use by one owner."""
         self.owners -= 1
         if not self.owners:
-            self.store.release(self.ticket)
+            self.store.release(self.lease.ticket)
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class Complete:
 
     plan: Plan
     holds: list[Hold]
-    users: int = 0
+    users: set[str] = field(default_factory=set)  # tickets
     is_released: bool = False
 
     @property
@@ -122,5 +123,5 @@ class SlicedVersion:
         for hold in self._complete.holds:
             box = hold.source.boxes.get(name)
             if box is not None:
-                image = hold.store.image_of(hold.ticket).contents
+                image = hold.store.image_of(hold.lease.ticket).contents
                 yield box, entry_of(image, hold.store.layout.entries[name])

@@ -17,6 +17,7 @@ from telegrad.cuda import driver, flat_memory
 from telegrad.errors import StaleReference, UsageError
 from telegrad.transport.flat_memory import may_share
 from telegrad.weights.layout import Layout
+from telegrad.weights.leases import Leases
 from telegrad.weights.streams import Image
 from telegrad.weights.versions import VersionStore
 
@@ -89,16 +90,19 @@ def open_mirror(source: VersionStore, uuid: str, config: Config) -> DeviceVersio
 def mirror(source: VersionStore, target: DeviceVersionStore) -> None:
     """Copy each version to a GPU until the source is closed."""
     have: int | None = None
+    leases = Leases(_HERE)
     try:
         while True:
             source.wait_for_version(_HERE, have).wait()
-            ticket, have, _ = source.acquire(_HERE)
+            lease = leases.open(source.release)
+            have, _ = source.acquire(_HERE, lease.ticket)
             try:
                 image = target.take_image()
-                flat_memory.copy(source.image_of(ticket).contents, image.contents)
+                flat_memory.copy(source.image_of(lease.ticket).contents, image.contents)
                 target.complete(image, have)
             finally:
-                source.release(ticket)
+                del lease
+                leases.release_ended()
     except StaleReference:  # the source is closed
         return
     finally:

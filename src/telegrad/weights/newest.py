@@ -15,6 +15,7 @@ from typing import Any
 from telegrad import thread_roles
 from telegrad.errors import CallCancelled, CallTimeout, TelegradError, UsageError
 from telegrad.futures import Future
+from telegrad.weights.leases import Leases
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.versions import is_newer
 
@@ -26,8 +27,9 @@ Reader = Callable[[], Any]  # returns a context manager of `ReadVersion`
 class NewestVersion:
     """The newest version of the weights `name` in this worker."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, worker: str) -> None:
         self.name = name
+        self._leases = Leases(worker)  # of the versions that are read
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._reader: Reader | None = None
@@ -65,6 +67,14 @@ class NewestVersion:
 
         Raise `VersionLost` at the end if it must be read again.
         """
+        try:
+            with self._open(timeout) as found:
+                yield found
+        finally:
+            self._leases.release_ended()
+
+    @contextmanager
+    def _open(self, timeout: float | None) -> Iterator[ReadVersion]:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             reader = self._wait_for_reader(until)

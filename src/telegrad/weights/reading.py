@@ -11,9 +11,9 @@ may read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from telegrad.cuda import flat_memory as device_memory
 from telegrad.cuda.driver import CudaError
 from telegrad.cuda.flat_memory import DeviceHandle
 from telegrad.errors import PeerLost, StaleReference, TelegradError, UsageError
+from telegrad.futures import Future
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 from telegrad.weights import service
 from telegrad.weights.boxes import is_sharded
 from telegrad.weights.layout import Layout, Rename, entry_of, pairs
+from telegrad.weights.leases import Leases
 from telegrad.weights.service import JoinReply
 from telegrad.weights.versions import SharedVersion, VersionStore
 
@@ -68,65 +70,66 @@ class ReadVersion(NamedTuple):
 
 
 @contextmanager
-def read_own(store: VersionStore, reader: str) -> Iterator[ReadVersion]:
+def read_own(store: VersionStore, reader: str, leases: Leases) -> Iterator[ReadVersion]:
     """Read the newest version that this worker has received."""
-    version = store.acquire(reader)
-    image = store.image_of(version.ticket).contents
+    lease = leases.open(store.release)
+    version = store.acquire(reader, lease.ticket)
+    image = store.image_of(lease.ticket).contents
     try:
         yield ReadVersion(version.version, store.layout, image)
     finally:
         if image.is_cuda:  # pragma: gpu
             torch.cuda.current_stream(image.device).synchronize()
-        store.release(version.ticket)
+        del lease
 
 
 class SharedReader:
     """Reads versions in the memory of another worker of this host."""
 
-    def __init__(self, runtime: AgentRuntime, name: str, reader: str, timeout: float) -> None:
+    def __init__(
+        self, runtime: AgentRuntime, name: str, reader: str, timeout: float, leases: Leases
+    ) -> None:
         self.device_is_possible = runtime.config.cuda_ipc
         self.is_possible = flat_memory.may_share(runtime.config)
         self._runtime = runtime
         self._name = name
         self._reader = reader
         self._timeout = timeout
+        self._leases = leases
         self._mapped: dict[bytes, MappedMemory] = {}
 
     @contextmanager
     def read(self, reply: JoinReply, key: str) -> Iterator[ReadVersion]:
         """Read the newest version of the source that `reply` names, in its store `key`."""
         source, arguments = reply.source.worker, (key, reply.epoch)
-        start = self._runtime.start
-        version: SharedVersion = start(
-            source,
-            service.acquire,
-            (*arguments, self._reader),
-            timeout=self._timeout,
-            internal=True,
+
+        def release(ticket: str) -> None:
+            with suppress(TelegradError):  # this agent was closed meanwhile, so all is released
+                self._start(source, service.release, (*arguments, ticket), None)
+
+        lease = self._leases.open(release)
+        version: SharedVersion = self._start(
+            source, service.acquire, (*arguments, self._reader, lease.ticket), self._timeout
         ).wait()
-        is_released = False
-        try:
-            with self._map(version.handle) as image:
-                yield ReadVersion(version.version, reply.layout, image)
-            if isinstance(version.handle, DeviceHandle):
-                is_released = True
-                self._end_device_read(source, (*arguments, version.ticket))
-        finally:
-            if not is_released:
-                with suppress(UsageError):  # this agent was closed meanwhile, so all is released
-                    start(source, service.release, (*arguments, version.ticket), internal=True)
+        with self._map(version.handle) as image:
+            yield ReadVersion(version.version, reply.layout, image)
+        if isinstance(version.handle, DeviceHandle):
+            self._end_device_read(source, (*arguments, lease.ticket))
+
+    def _start(
+        self, to: str, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    ) -> Future[Any]:
+        return self._runtime.start(to, function, args, timeout=timeout, internal=True)
 
     def close(self) -> None:
         """Unmap all segments that are not being read."""
         self._mapped.clear()
 
-    def _end_device_read(self, source: str, arguments: tuple[str, str, int]) -> None:  # pragma: gpu
+    def _end_device_read(self, source: str, arguments: tuple[str, str, str]) -> None:  # pragma: gpu
         """Release memory of a GPU. Raise `VersionLost` if it may have been written meanwhile."""
         self._runtime.cuda_transfers.copies_started()  # it unmaps memory that is not used
         try:
-            is_valid = self._runtime.start(
-                source, service.release, arguments, timeout=self._timeout, internal=True
-            ).wait()
+            is_valid = self._start(source, service.release, arguments, self._timeout).wait()
         except PeerLost:  # nobody writes the memory of a process that has ended
             is_valid = True
         except TelegradError:

@@ -65,7 +65,8 @@ class Receiver(NewestVersion):
         patience: float,
         uuid: str | None = None,
     ) -> None:
-        super().__init__(name)
+        self._me = str(runtime.local_member.incarnation)
+        super().__init__(name, self._me)
         self.counters = ReceiverCounters()
         self._runtime = runtime
         self._registry = runtime.service(WeightsRegistry)
@@ -74,10 +75,9 @@ class Receiver(NewestVersion):
         self._patience = patience
         self.uuid = uuid  # of the GPU on which subscribers read
         self._poll = min(_POLL, patience)
-        self._me = str(runtime.local_member.incarnation)
         self._store: VersionStore | None = None
         self._needs_snapshot = False
-        self._shared = SharedReader(runtime, name, self._me, patience)
+        self._shared = SharedReader(runtime, name, self._me, patience, self._leases)
         if self._registry.publisher(name) is not None:
             raise UsageError(f"worker {runtime.name!r} publishes {name!r} itself")
         runtime.threads.start(self._run)
@@ -191,6 +191,7 @@ class Receiver(NewestVersion):
         key = self._key_of(reply)
         arguments, mapped = (key, reply.epoch, self._me), ""
         while not self._has_ended():
+            self._leases.release_ended()  # of threads that were interrupted
             version: int | None = self._call(
                 reply.source.worker,
                 service.next_version,
@@ -223,8 +224,8 @@ class Receiver(NewestVersion):
             on_device = self._registry.device_store(self.name, store.epoch, self.uuid)
             if on_device is not None:
                 on_device.wait_for_version(self._me, version - 1).wait()
-                return partial(read_own, on_device, self._me)
-        return partial(read_own, store, self._me)
+                return partial(read_own, on_device, self._me, self._leases)
+        return partial(read_own, store, self._me, self._leases)
 
     def _follow_as_receiver(self, reply: JoinReply) -> None:
         """Receive for this host, and pass on what is received."""
@@ -241,6 +242,7 @@ class Receiver(NewestVersion):
             self._registry.set_store(self.name, store)
         source, arguments = reply.source.worker, (self.name, reply.epoch, self._me)
         while not self._has_ended():
+            self._leases.release_ended()
             limit = self._next_limit(store)
             have = None if self._needs_snapshot else store.version
             update: Update | None = self._call(

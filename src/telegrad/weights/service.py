@@ -309,17 +309,17 @@ def open_on_device(name: str, epoch: str, uuid: str) -> bool:  # pragma: gpu
 
 
 @internal
-def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
-    """Let a reader of this host use the newest version."""
+def acquire(name: str, epoch: str, reader: str, ticket: str) -> SharedVersion:
+    """Let a reader of this host use the newest version until it releases its ticket."""
     registry = WeightsRegistry.here()
     store = registry.store(name, epoch)
-    version = store.acquire(reader)
+    version = store.acquire(reader, ticket)
     registry.forget_if_lost(store, reader)
     return version
 
 
 @internal
-def release(name: str, epoch: str, ticket: int) -> bool:
+def release(name: str, epoch: str, ticket: str) -> bool:
     """End the use of a version. Return whether it was valid until now."""
     return WeightsRegistry.here().store(name, epoch).release(ticket)
 

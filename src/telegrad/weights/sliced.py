@@ -102,14 +102,14 @@ class SlicedVersions(NewestVersion):
         patience: float,
         wanted: Wanted,
     ) -> None:
-        super().__init__(name)
+        self._me = str(runtime.local_member.incarnation)
+        super().__init__(name, self._me)
         if runtime.service(WeightsRegistry).publisher(name) is not None:
             raise UsageError(f"worker {runtime.name!r} publishes {name!r} itself")
         self.wanted = wanted
         self._runtime = runtime
         self._publisher = publisher
         self._patience = patience
-        self._me = str(runtime.local_member.incarnation)
         self._plan: Plan | None = None
         self._receivers: dict[str, SliceReceiver] = {}
         self._holds: dict[str, Hold] = {}
@@ -254,8 +254,9 @@ class SlicedVersions(NewestVersion):
             old = self._holds.get(receiver.name)
             if old is None or old.store is not store or old.version != store.version:
                 self._drop(receiver.name)
-                ticket, version, _ = store.acquire(self._me)
-                self._holds[receiver.name] = Hold(receiver.source, store, version, ticket)
+                lease = self._leases.open(store.release)
+                version, _ = store.acquire(self._me, lease.ticket)
+                self._holds[receiver.name] = Hold(receiver.source, store, version, lease)
                 self._changed.notify_all()
             complete = self._find_complete()
             known = [] if self._complete is None else self._complete.epochs
@@ -312,20 +313,23 @@ class SlicedVersions(NewestVersion):
 
     def _release(self, complete: Complete | None) -> None:
         """Let the images of a version be written again if nobody reads it. The lock is held."""
-        if complete is not None and not complete.users and complete is not self._complete:
+        if complete is None or complete.is_released:
+            return
+        if not complete.users and complete is not self._complete:
             complete.is_released = True
             for hold in complete.holds:
                 hold.release()
 
     @contextmanager
     def _read_complete(self, complete: Complete) -> Iterator[SlicedVersion]:
+        def release(ticket: str) -> None:
+            with self._lock:
+                complete.users.discard(ticket)
+                self._release(complete)
+
+        lease = self._leases.open(release)
         with self._lock:
             if complete.is_released:
                 raise StaleReference("there is a newer version")
-            complete.users += 1
-        try:
-            yield SlicedVersion(complete, self.wanted.slices)
-        finally:
-            with self._lock:
-                complete.users -= 1
-                self._release(complete)
+            complete.users.add(lease.ticket)
+        yield SlicedVersion(complete, self.wanted.slices)

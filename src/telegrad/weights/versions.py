@@ -40,6 +40,7 @@ from telegrad.weights.streams import (
     StreamInfo,
 )
 
+_RELEASED = 1000  # tickets that are remembered
 _CLOSED = "the worker no longer passes on these weights"
 
 
@@ -53,7 +54,6 @@ class Update(NamedTuple):
 class SharedVersion(NamedTuple):
     """A complete version in the memory of a worker of this host."""
 
-    ticket: int
     version: int
     handle: SegmentHandle | DeviceHandle | None  # None: it is not in shared memory
 
@@ -91,8 +91,9 @@ class VersionStore:
         self._current: Image | None = None
         self._free: list[Image] = []
         self._chain: deque[ArrivingStream] = deque()
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets: dict[int | str, _Ticket] = {}
         self._ticket_ids = itertools.count(1)
+        self._released: deque[int | str] = deque(maxlen=_RELEASED)
         self._waiters: list[_Waiter] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -240,21 +241,28 @@ class VersionStore:
         """Return in how many seconds a part may be sent, so that the bandwidth is not exceeded."""
         return self._pacer.reserve(part.nbytes)
 
-    def acquire(self, reader: str) -> SharedVersion:
-        """Let a reader use the newest complete image until it calls `release`."""
+    def acquire(self, reader: str, ticket: str) -> SharedVersion:
+        """Let a reader use the newest complete image until it releases this ticket of its own.
+
+        A message that acquires may be later than the one that releases.
+        """
         with self._lock:
             image = self._current
             if image is None:
                 raise StaleReference("there is no version of these weights yet")
-            ticket = self._add_ticket(_Ticket(reader, False), [image])
-            return SharedVersion(ticket, image.version, image.handle)
+            if ticket in self._released:
+                raise StaleReference("the reader no longer needs this version")
+            if ticket not in self._tickets:  # the call may be repeated
+                self._add_ticket(_Ticket(reader, False), [image], ticket)
+            image = self._tickets[ticket].images[0]
+            return SharedVersion(image.version, image.handle)
 
-    def image_of(self, ticket: int) -> Image:
+    def image_of(self, ticket: str) -> Image:
         """Return the image of a ticket of `acquire`."""
         with self._lock:
             return self._tickets[ticket].images[0]
 
-    def release(self, ticket: int) -> bool:
+    def release(self, ticket: int | str) -> bool:
         """End the use of what a ticket stands for. May be repeated.
 
         Return whether the ticket was valid until now: not if its reader was taken for lost.
@@ -263,6 +271,8 @@ class VersionStore:
             found = self._tickets.pop(ticket, None)
             if found is not None:
                 self._release_images(found)
+            else:
+                self._released.append(ticket)
         return found is not None
 
     def reader_lost(self, reader: str) -> None:
@@ -328,7 +338,8 @@ class VersionStore:
             limit = waiter.limit
             streams[1:] = [each for each in streams[1:] if each.info.version <= limit]
         ticket = _Ticket(waiter.reader, True, tuple(streams))
-        number = self._add_ticket(ticket, images)
+        number = next(self._ticket_ids)
+        self._add_ticket(ticket, images, number)
         return Update(number, tuple(stream.info for stream in streams))
 
     def _streams_from(self, base: int) -> list[ArrivingStream]:
@@ -338,17 +349,15 @@ class VersionStore:
                 return list(itertools.islice(self._chain, index, None))
         return []
 
-    def _add_ticket(self, ticket: _Ticket, images: list[Image]) -> int:
+    def _add_ticket(self, ticket: _Ticket, images: list[Image], number: int | str) -> None:
         if ticket.is_update:  # a reader follows one update at a time
-            for number, other in list(self._tickets.items()):
+            for key, other in list(self._tickets.items()):
                 if other.is_update and other.reader == ticket.reader:
-                    self._release_images(self._tickets.pop(number))
+                    self._release_images(self._tickets.pop(key))
         ticket.images = images
         for image in images:
             image.readers += 1
-        number = next(self._ticket_ids)
         self._tickets[number] = ticket
-        return number
 
     def _release_images(self, ticket: _Ticket) -> None:
         for image in ticket.images:
