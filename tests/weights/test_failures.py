@@ -127,6 +127,20 @@ def test_lost_and_late_replies(cluster: Clusters, subscribe: Subscribe) -> None:
                 check(subscriber, version)
 
 
+def test_a_part_may_take_longer_than_the_patience(cluster: Clusters, subscribe: Subscribe) -> None:
+    """The bandwidth is limited so much that requests are repeated."""
+    workers = cluster(2, transports=("tcp",))
+    tensors = weights()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    publisher = Publisher(tensors, "policy", agent=workers["w0"], bandwidth=size)
+    subscriber = subscribe(workers, "w1", patience=0.2)
+    for version in range(1, 4):
+        for tensor in tensors.values():
+            tensor.view(torch.uint8).random_()
+        publisher.publish(version)
+        assert subscriber.newer_than(version - 1).result(PATIENCE) == version
+
+
 def test_a_damaged_delta_is_followed_by_a_snapshot(
     cluster: Clusters, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
+import torch
 
+from telegrad.weights.deltas import Part
+from telegrad.weights.layout import Layout
 from telegrad.weights.streams import Pacer
 from telegrad.weights.topology import Source, Topology
+from telegrad.weights.versions import Update, VersionStore
 
 
 def depth(topology: Topology, worker: str) -> int:
@@ -72,7 +77,28 @@ def test_random_histories(seed: int) -> None:
 
 
 def test_bandwidth_spreads_what_is_sent() -> None:
-    assert Pacer(None).reserve(1 << 40) == 0.0
+    started = time.monotonic()
+    assert Pacer(None).reserve(1 << 40) <= time.monotonic()
     pacer = Pacer(1000.0)
-    assert pacer.reserve(1_000_000) == 0.0
-    assert 900 < pacer.reserve(1) <= 1000
+    first = pacer.reserve(1_000_000)
+    assert started <= first <= time.monotonic()
+    assert pacer.reserve(500_000) == first + 1000
+    assert pacer.reserve(1) == first + 1500
+    pacer.give_back(500_001)
+    assert pacer.reserve(1) == pytest.approx(first + 1000)
+
+
+def test_a_part_is_counted_once_and_given_back_with_its_ticket() -> None:
+    layout = Layout.of({"a": torch.zeros(1000)})
+    store = VersionStore("e", layout, shared=False, history=0, bandwidth=1.0)
+    store.complete(store.take_image(), 1)
+    part = Part(b"", torch.empty(1000, dtype=torch.uint8), 0)
+    update = store.wait_for_update("reader", None).wait()
+    assert isinstance(update, Update)
+    first = store.due(update.ticket, 0, 0, part)
+    second = store.due(update.ticket, 0, 1, part)
+    assert second == first + 1000
+    assert store.due(update.ticket, 0, 1, part) == second
+    other = store.wait_for_update("reader", None).wait()  # it begins again
+    assert isinstance(other, Update)
+    assert store.due(other.ticket, 0, 0, part) == pytest.approx(first + 1000)

@@ -292,7 +292,8 @@ def part(name: str, epoch: str, ticket: int, stream: int, index: int) -> Any:
     if isinstance(found, Future) and found.done():
         found = found.wait()
     if store.bandwidth is not None:
-        return DeferredReply(_paced(registry.runtime, store, found))
+        due = partial(store.due, ticket, stream, index)
+        return DeferredReply(_paced(registry.runtime, due, found))
     return DeferredReply(found) if isinstance(found, Future) else found
 
 
@@ -336,14 +337,14 @@ def _wait(store: VersionStore, future: Future[Any], reader: str, seconds: float)
 
 
 def _paced(
-    runtime: AgentRuntime, store: VersionStore, found: Part | Future[Part | None] | None
+    runtime: AgentRuntime, due: Callable[[Part], float], found: Part | Future[Part | None] | None
 ) -> Future[Part | None]:
-    """Return a future that completes when a part is there and the bandwidth allows it."""
+    """Return a future that completes when a part is there, and not before it is due."""
     paced: Future[Part | None] = Future()
 
     def send(part: Part | None) -> None:
-        delay = 0.0 if part is None else store.delay(part)
-        runtime.clock.call_at(time.monotonic() + delay, lambda: paced.set_result(part))
+        when = 0.0 if part is None else due(part)
+        runtime.clock.call_at(when, lambda: paced.set_result(part))
 
     def on_done(done: Any) -> None:
         error = done.exception()

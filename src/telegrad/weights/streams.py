@@ -123,11 +123,17 @@ class Pacer:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> float:
-        """Return in how many seconds so many bytes may be sent."""
+        """Return when so many bytes may be sent, as a time of `time.monotonic`."""
+        now = time.monotonic()
         if self._bandwidth is None:
-            return 0.0
+            return now
         with self._lock:
-            now = time.monotonic()
             start = max(self._next, now)
             self._next = start + nbytes / self._bandwidth
-            return start - now
+            return start
+
+    def give_back(self, nbytes: int) -> None:
+        """Note that bytes which were reserved will not be sent."""
+        if self._bandwidth is not None:
+            with self._lock:
+                self._next -= nbytes / self._bandwidth

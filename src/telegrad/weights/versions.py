@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class _Ticket:
     is_update: bool
     streams: tuple[Stream, ...] = ()
     images: list[Image] = field(default_factory=list)
+    # when each part that was requested may be sent, and its bytes, by stream and index
+    reserved: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
 
 
 class _Waiter(NamedTuple):
@@ -237,9 +240,19 @@ class VersionStore:
             raise StaleReference("these weights are no longer kept for this reader")
         return streams[stream].get(index)
 
-    def delay(self, part: Part) -> float:
-        """Return in how many seconds a part may be sent, so that the bandwidth is not exceeded."""
-        return self._pacer.reserve(part.nbytes)
+    def due(self, ticket: int, stream: int, index: int, part: Part) -> float:
+        """Return when a part may be sent, so that the bandwidth is not exceeded.
+
+        A part is counted once for each ticket: its reader repeats a request that takes long.
+        """
+        with self._lock:
+            found = self._tickets.get(ticket)
+            if found is None:  # nobody waits for it any more
+                return 0.0
+            if (stream, index) not in found.reserved:
+                when = self._pacer.reserve(part.nbytes)
+                found.reserved[stream, index] = when, part.nbytes
+            return found.reserved[stream, index][0]
 
     def acquire(self, reader: str, ticket: str) -> SharedVersion:
         """Let a reader use the newest complete image until it releases this ticket of its own.
@@ -270,7 +283,7 @@ class VersionStore:
         with self._lock:
             found = self._tickets.pop(ticket, None)
             if found is not None:
-                self._release_images(found)
+                self._end(found)
             else:
                 self._released.append(ticket)
         return found is not None
@@ -285,7 +298,7 @@ class VersionStore:
                     del self._tickets[number]
                     for image in ticket.images:
                         image.is_discarded = image.is_discarded or not ticket.is_update
-                    self._release_images(ticket)
+                    self._end(ticket)
         for waiter in waiters:
             waiter.future.set_result(None)
 
@@ -353,15 +366,18 @@ class VersionStore:
         if ticket.is_update:  # a reader follows one update at a time
             for key, other in list(self._tickets.items()):
                 if other.is_update and other.reader == ticket.reader:
-                    self._release_images(self._tickets.pop(key))
+                    self._end(self._tickets.pop(key))
         ticket.images = images
         for image in images:
             image.readers += 1
         self._tickets[number] = ticket
 
-    def _release_images(self, ticket: _Ticket) -> None:
+    def _end(self, ticket: _Ticket) -> None:
+        """Let what only this ticket stood for be used again. It was removed."""
         for image in ticket.images:
             self._unpin(image)
+        now = time.monotonic()
+        self._pacer.give_back(sum(size for due, size in ticket.reserved.values() if due > now))
 
     def _unpin(self, image: Image) -> None:
         image.readers -= 1
