@@ -23,6 +23,7 @@ from telegrad.autograd.send_recv import (
     SentTensor,
     accumulate_grad_node,
     attach_receive_nodes,
+    is_shared_node,
 )
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
@@ -349,7 +350,7 @@ def test_two_passes_may_suppress_the_same_hooks() -> None:
 
 def test_a_hook_of_this_package_never_counts_as_one_of_others() -> None:
     """Not even for a moment: another thread may read the count while the hook is registered."""
-    record_hooks()
+    record_hooks(is_shared_node)
     node = torch.ones(1, requires_grad=True).sum().grad_fn
     assert node is not None
     before = count_foreign_hooks()

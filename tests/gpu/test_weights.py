@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.testing import LocalCluster
-from telegrad.weights import Publisher, Subscriber, subscriber
+from telegrad.weights import Publisher, Subscriber, held
 from tests.gpu.group import join
 from tests.local.gates import PATIENCE
 from tests.process.fleet import Fleet
@@ -206,7 +206,7 @@ def test_a_reader_that_was_taken_for_lost_reads_again(monkeypatch: pytest.Monkey
         store = publisher._device_store
         assert store is not None
         publisher.publish(3)
-        copy_all = subscriber._copy
+        copy_all = held._copy
         copied: list[int] = []
 
         def lose_reader(copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -218,7 +218,7 @@ def test_a_reader_that_was_taken_for_lost_reads_again(monkeypatch: pytest.Monkey
 
         with Subscriber("policy", agent=cluster["w1"], device="cuda") as reader:
             reader.newer_than(None).result(PATIENCE)
-            monkeypatch.setattr(subscriber, "_copy", lose_reader)
+            monkeypatch.setattr(held, "_copy", lose_reader)
             copy = weights(value=99)
             assert reader.pull_into(copy) == 3
             assert values_of(copy) == {3}

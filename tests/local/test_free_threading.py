@@ -20,6 +20,7 @@ import torch
 import telegrad
 from telegrad import thread_roles
 from telegrad.autograd import hooks
+from telegrad.autograd.send_recv import is_shared_node
 from telegrad.free_threading import AtomicCounter, CounterTable, has_gil, snapshot
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport.buffer_pool import BufferPool
@@ -190,7 +191,7 @@ def test_calls_of_deleted_objects_are_counted_exactly() -> None:
 
 
 def test_hooks_that_threads_register_at_once_are_all_called() -> None:
-    hooks.record_hooks()
+    hooks.record_hooks(is_shared_node)
     tensor, each, called = torch.ones(1, requires_grad=True), 200, AtomicCounter()
     before = hooks.count_foreign_hooks()
 

@@ -153,12 +153,14 @@ def test_a_damaged_delta_is_followed_by_a_snapshot(
     apply = deltas.apply
     damaged: list[deltas.Part] = []
 
-    def damage(part: deltas.Part, old: torch.Tensor, out: torch.Tensor) -> None:
+    def damage(
+        part: deltas.Part, old: torch.Tensor, out: torch.Tensor, log: deltas.Log | None
+    ) -> None:
         if not damaged:
             damaged.append(part)
             out.fill_(99)
             raise ProtocolError("damaged")
-        apply(part, old, out)
+        apply(part, old, out, log)
 
     monkeypatch.setattr(deltas, "apply", damage)
     publish(publisher, tensors, 2)

@@ -95,11 +95,11 @@ class Block(NamedTuple):
 class Log(Protocol):
     """Is told what changes."""
 
-    def add(self, section: Section, positions: Positions, values: Integers) -> None:
-        """Note the new values of elements of a section of the image, at ascending positions."""
+    def add(self, section: Section, positions: Positions, old: Integers, new: Integers) -> None:
+        """Note old and new values of elements of a section of the image, at their positions."""
 
-    def add_all(self, section: Section, values: Integers) -> None:
-        """Note the new values of all elements of a section of the image."""
+    def add_all(self, section: Section, old: Integers, new: Integers) -> None:
+        """Note the old and new values of all elements of a section of the image."""
 
 
 def compare(old: Tensor, new: Tensor, sections: Sequence[Section]) -> Iterator[Block]:
@@ -161,6 +161,9 @@ def apply(part: Part, old: Tensor, out: Tensor, log: Log | None = None) -> None:
             if before is not None and kind != _RAW:
                 target[:] = before[start : section.stop]
             coded = _Coded(kind, body, count, bits, places, large)
+            if log is not None and kind == _RAW:
+                kept = (after if before is None else before)[start : section.stop]
+                log.add_all(section, *(each.view(f"<u{width}") for each in (kept, body)))
             _decode_block(coded, target, section, log)
             if _checksum(target) != checksum:
                 raise ValueError("the checksum of a block differs")
@@ -282,8 +285,6 @@ def _decode_block(coded: _Coded, out: Bytes, section: Section, log: Log | None) 
     kind, body, count, bits, places, large = coded
     if kind == _RAW:
         out[:] = body
-        if log is not None:
-            log.add_all(section, out.view(f"<u{section.width}"))
         return
     if kind == _SAME:
         return
@@ -298,11 +299,11 @@ def _decode_block(coded: _Coded, out: Bytes, section: Section, log: Log | None) 
     if positions.size != count or (count and positions[-1] >= elements.size):
         raise ValueError("the positions of a block are not valid")
     packed = integers.Packed(body[places:], bits, large)
-    values = elements.take(positions)
-    values += _unzigzag(integers.unpack(packed, count, section.width))
-    elements[positions] = values  # positions are distinct
+    old = elements.take(positions)
+    new = old + _unzigzag(integers.unpack(packed, count, section.width))
+    elements[positions] = new  # positions are distinct
     if log is not None:
-        log.add(section, positions, values)
+        log.add(section, positions, old, new)
 
 
 def _checksum(data: Bytes, before: int = 0) -> int:

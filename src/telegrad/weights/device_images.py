@@ -95,10 +95,11 @@ def mirror(source: VersionStore, target: DeviceVersionStore) -> None:
         while True:
             source.wait_for_version(_HERE, have).wait()
             lease = leases.open(source.release)
-            have, _ = source.acquire(_HERE, lease.ticket)
+            source.acquire(_HERE, lease.ticket)
             try:
-                image = target.take_image()
-                flat_memory.copy(source.image_of(lease.ticket).contents, image.contents)
+                found, image = source.image_of(lease.ticket), target.take_image()
+                flat_memory.copy(found.contents, image.contents)
+                have = found.version
                 target.complete(image, have)
             finally:
                 del lease

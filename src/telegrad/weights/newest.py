@@ -15,13 +15,14 @@ from typing import Any
 from telegrad import thread_roles
 from telegrad.errors import CallCancelled, CallTimeout, TelegradError, UsageError
 from telegrad.futures import Future
+from telegrad.weights.held import Held
 from telegrad.weights.leases import Leases
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.versions import is_newer
 
 FIRST_DELAY, LONGEST_DELAY = 0.01, 0.5  # seconds between attempts
 
-Reader = Callable[[], Any]  # returns a context manager of `ReadVersion`
+Reader = Callable[[Held | None], Any]  # returns a context manager of `ReadVersion`
 
 
 class NewestVersion:
@@ -37,7 +38,7 @@ class NewestVersion:
         self._epoch = ""
         self._futures: list[tuple[int | None, Future[int]]] = []
         self._closed = False
-        self._error: UsageError | None = None
+        self._error: Exception | None = None
 
     @property
     def version(self) -> int | None:
@@ -48,37 +49,36 @@ class NewestVersion:
         """Return a future for the newest version once it is newer than `version`."""
         future: Future[int] = Future()
         with self._lock:
-            if self._error is not None:
-                future.set_exception(self._error)
-                return future
-            if not self._closed and not is_newer(self._version, version):
+            newest, error = self._version, self._error
+            is_there = is_newer(newest, version)
+            if not is_there and not self._closed and error is None:
                 self._futures.append((version, future))
                 return future
-            newest = self._version
-        if is_newer(newest, version) and newest is not None:
+        if is_there and newest is not None:
             future.set_result(newest)
         else:
-            future.set_exception(CallCancelled("the subscriber is closed"))
+            future.set_exception(error or CallCancelled("the subscriber is closed"))
         return future
 
     @contextmanager
-    def read(self, timeout: float | None) -> Iterator[ReadVersion]:
+    def read(self, timeout: float | None, held: Held | None = None) -> Iterator[ReadVersion]:
         """Return the newest version. Wait for the first one, or for a source, up to `timeout`.
 
+        With what tensors hold: also what changed since then, if that is known here.
         Raise `VersionLost` at the end if it must be read again.
         """
         try:
-            with self._open(timeout) as found:
+            with self._open(timeout, held) as found:
                 yield found
         finally:
             self._leases.release_ended()
 
     @contextmanager
-    def _open(self, timeout: float | None) -> Iterator[ReadVersion]:
+    def _open(self, timeout: float | None, held: Held | None) -> Iterator[ReadVersion]:
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             reader = self._wait_for_reader(until)
-            opened = reader()
+            opened = reader(held)
             try:
                 found: ReadVersion = opened.__enter__()
             except TelegradError:
@@ -132,13 +132,16 @@ class NewestVersion:
                 future.set_exception(CallCancelled("the subscriber was closed"))
         return True
 
-    def _fail(self, error: UsageError | None) -> None:
-        """Let those that wait fail, because this cannot work as it is; None: now it can."""
+    def _fail(self, error: Exception) -> None:
+        """Let those that wait fail, and others later: versions cannot be received as it is."""
         with self._changed:
             self._error = error
-            futures: list[tuple[int | None, Future[int]]] = []
-            if error is not None:
-                futures, self._futures = self._futures, []
+        self._fail_once(error)
+
+    def _fail_once(self, error: Exception) -> None:
+        """Let those that wait fail."""
+        with self._changed:
+            futures, self._futures = self._futures, []
             self._changed.notify_all()
         for _, future in futures:
             future._try_complete(None, error)

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +30,18 @@ from telegrad.errors import CallTimeout, UsageError
 from telegrad.timeouts import time_limit
 from telegrad.transport import flat_memory
 from telegrad.weights import deltas, device_images, shards
+from telegrad.weights.changes import ChangeLog
+from telegrad.weights.deltas import Block
 from telegrad.weights.device_images import DeviceVersionStore
 from telegrad.weights.layout import Layout, Weights, tensors_of
 from telegrad.weights.service import PublisherEntry, WeightsRegistry
 from telegrad.weights.shards import SliceServer
-from telegrad.weights.streams import ArrivingStream, Image
+from telegrad.weights.streams import Image
 from telegrad.weights.topology import Topology
-from telegrad.weights.versions import VersionStore, as_version, is_newer
+from telegrad.weights.versions import Advance, VersionStore, as_version, is_newer
 
 _REPORTS = 1000  # that are kept
+_READ_AHEAD = 1 << 22  # changed elements that are not coded yet
 
 
 @dataclass(frozen=True)
@@ -321,17 +325,17 @@ class Publisher:
         advanced = store.advance(image, version)
         if advanced is None:
             return None
-        base, stream = advanced
-        changed = self._make_delta(store, base, image, stream)
-        return changed, stream.nbytes
+        changed = self._make_delta(store, advanced, image)
+        return changed, advanced.stream.nbytes
 
-    def _make_delta(
-        self, store: VersionStore, base: Image, image: Image, stream: ArrivingStream
-    ) -> int:
+    def _make_delta(self, store: VersionStore, advanced: Advance, image: Image) -> int:
         """Add the parts of a delta to its stream. Return the number of changed elements."""
+        base, stream, log = advanced
         changed, failure = 0, "the publisher could not make this delta"
         try:
             blocks = deltas.compare(base.contents, image.contents, store.layout.sections)
+            if log is not None:
+                blocks = self._logged(store, log, blocks)
             for part in deltas.encode(blocks):
                 stream.append(part)
                 changed += part.changed
@@ -339,4 +343,29 @@ class Publisher:
         finally:
             stream.finish(failure)
             store.end_delta(base)
+            if log is not None and not log.is_complete:
+                log.give_up()
+                store.end_log(log)
         return changed
+
+    def _logged(
+        self, store: VersionStore, log: ChangeLog, blocks: Iterable[Block]
+    ) -> Iterator[Block]:
+        """Return the blocks of a delta, and write their changes to a log.
+
+        If no other host waits for the delta, the log is completed before blocks are coded.
+        """
+        left = _READ_AHEAD if self._topology.is_empty else 0
+        waiting: list[Block] = []
+        for block in blocks:
+            log.add_block(block)
+            if log.is_given_up:
+                store.end_log(log)
+                left = 0
+            left -= block.positions.size
+            waiting.append(block)
+            if left < 0:
+                yield from waiting
+                waiting.clear()
+        store.end_log(log)
+        yield from waiting

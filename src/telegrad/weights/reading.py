@@ -27,6 +27,8 @@ from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 from telegrad.weights import service
 from telegrad.weights.boxes import is_sharded
+from telegrad.weights.changes import Changes, LogInfo
+from telegrad.weights.held import Held
 from telegrad.weights.layout import Layout, Rename, entry_of, pairs
 from telegrad.weights.leases import Leases
 from telegrad.weights.service import JoinReply
@@ -35,7 +37,7 @@ from telegrad.weights.versions import SharedVersion, VersionStore
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-_MAPPED = 4  # segments that stay mapped
+_MAPPED, _MAPPED_LOGS = 4, 8  # segments that stay mapped
 
 
 class VersionLost(StaleReference):
@@ -48,6 +50,8 @@ class ReadVersion(NamedTuple):
     version: int
     layout: Layout
     image: Tensor
+    epoch: str = ""
+    changes: Changes | None = None  # since the version that the reader has
 
     def copies(
         self, target: Mapping[str, Tensor], names: Rename | None
@@ -70,17 +74,27 @@ class ReadVersion(NamedTuple):
 
 
 @contextmanager
-def read_own(store: VersionStore, reader: str, leases: Leases) -> Iterator[ReadVersion]:
+def read_own(
+    store: VersionStore, reader: str, leases: Leases, held: Held | None = None
+) -> Iterator[ReadVersion]:
     """Read the newest version that this worker has received."""
     lease = leases.open(store.release)
-    version = store.acquire(reader, lease.ticket)
+    version = store.acquire(reader, lease.ticket, _version_of(held, store.epoch))
+    if isinstance(version, Future):
+        version = version.wait()
     image = store.image_of(lease.ticket).contents
+    logs = [(log.image.contents, log.info) for log in store.logs_of(lease.ticket)]
+    changes = None if version.logs is None else Changes(logs)
     try:
-        yield ReadVersion(version.version, store.layout, image)
+        yield ReadVersion(version.version, store.layout, image, store.epoch, changes)
     finally:
         if image.is_cuda:  # pragma: gpu
             torch.cuda.current_stream(image.device).synchronize()
         del lease
+
+
+def _version_of(held: Held | None, epoch: str) -> int | None:
+    return None if held is None or held.epoch != epoch else held.version
 
 
 class SharedReader:
@@ -97,9 +111,10 @@ class SharedReader:
         self._timeout = timeout
         self._leases = leases
         self._mapped: dict[bytes, MappedMemory] = {}
+        self._mapped_logs: dict[bytes, MappedMemory] = {}
 
     @contextmanager
-    def read(self, reply: JoinReply, key: str) -> Iterator[ReadVersion]:
+    def read(self, reply: JoinReply, key: str, held: Held | None = None) -> Iterator[ReadVersion]:
         """Read the newest version of the source that `reply` names, in its store `key`."""
         source, arguments = reply.source.worker, (key, reply.epoch)
 
@@ -108,11 +123,12 @@ class SharedReader:
                 self._start(source, service.release, (*arguments, ticket), None)
 
         lease = self._leases.open(release)
-        version: SharedVersion = self._start(
-            source, service.acquire, (*arguments, self._reader, lease.ticket), self._timeout
-        ).wait()
+        have = _version_of(held, reply.epoch)
+        request = (*arguments, self._reader, lease.ticket, have, self._timeout / 2)
+        version: SharedVersion = self._start(source, service.acquire, request, self._timeout).wait()
         with self._map(version.handle) as image:
-            yield ReadVersion(version.version, reply.layout, image)
+            changes = self._changes(version.logs)
+            yield ReadVersion(version.version, reply.layout, image, reply.epoch, changes)
         if isinstance(version.handle, DeviceHandle):
             self._end_device_read(source, (*arguments, lease.ticket))
 
@@ -124,6 +140,7 @@ class SharedReader:
     def close(self) -> None:
         """Unmap all segments that are not being read."""
         self._mapped.clear()
+        self._mapped_logs.clear()
 
     def _end_device_read(self, source: str, arguments: tuple[str, str, str]) -> None:  # pragma: gpu
         """Release memory of a GPU. Raise `VersionLost` if it may have been written meanwhile."""
@@ -140,16 +157,32 @@ class SharedReader:
     def _map(self, handle: SegmentHandle | DeviceHandle | None) -> AbstractContextManager[Tensor]:
         if isinstance(handle, DeviceHandle):  # pragma: gpu
             return self._map_device(handle)
+        return nullcontext(self._open(handle, self._mapped, _MAPPED))
+
+    def _changes(self, logs: tuple[LogInfo, ...] | None) -> Changes | None:
+        if logs is None:
+            return None
+        return Changes(
+            [(self._open(info.handle, self._mapped_logs, _MAPPED_LOGS), info) for info in logs]
+        )
+
+    def _open(
+        self,
+        handle: SegmentHandle | DeviceHandle | None,
+        mapped: dict[bytes, MappedMemory],
+        limit: int,
+    ) -> Tensor:
+        """Return the contents of a segment, which stays mapped until others take its place."""
         memory = None
-        if handle is not None:
-            memory = self._mapped.get(handle.token) or flat_memory.open_shared(handle)
-        if handle is None or memory is None:
+        if isinstance(handle, SegmentHandle):
+            memory = mapped.pop(handle.token, None) or flat_memory.open_shared(handle)
+        if not isinstance(handle, SegmentHandle) or memory is None:
             self.is_possible = False
             raise StaleReference("the memory of the source cannot be mapped here")
-        self._mapped[handle.token] = memory
-        for token in list(self._mapped)[:-_MAPPED]:
-            self._mapped.pop(token, None)
-        return nullcontext(memory.contents)
+        mapped[handle.token] = memory
+        for token in list(mapped)[:-limit]:
+            mapped.pop(token, None)
+        return memory.contents
 
     @contextmanager
     def _map_device(self, handle: DeviceHandle) -> Iterator[Tensor]:  # pragma: gpu

@@ -129,9 +129,9 @@ class Receiver(NewestVersion):
             except TelegradError as error:
                 _log.info("the weights %r of %s: %s", self.name, source, error)
                 failed = source
-            except RuntimeError:
+            except Exception as error:  # such as no memory: those that wait get it
                 if not self._has_ended():
-                    raise
+                    self._fail_once(error)
             if self._version != progress:
                 delay, trouble_since = FIRST_DELAY, None
             self._pause(delay)
@@ -266,15 +266,20 @@ class Receiver(NewestVersion):
         image, base = store.take_image(), store.current()
         old = image.contents if base is None else base.contents
         arriving = [store.begin(info) for info in update.streams]
+        log, version = None, update.streams[-1].version
+        if base is not None and all(info.base is not None for info in update.streams):
+            log = store.open_log(base.version, version)
         try:
             for number, stream in enumerate(arriving):
                 for part in self._fetch(store, source, update.ticket, number):
                     stream.append(part)
-                    deltas.apply(part, old, image.contents)
+                    deltas.apply(part, old, image.contents, log)
                     self._count(part)
                 stream.finish()
                 old = image.contents
-            store.complete(image, update.streams[-1].version)
+            store.complete(image, version, log)
+            if log is not None:
+                store.end_log(log)
         except BaseException as error:
             self._needs_snapshot = isinstance(error, ProtocolError)
             store.remove_unfinished("the source of these weights has failed")

@@ -23,7 +23,7 @@ from telegrad.weights.deltas import Part
 from telegrad.weights.device_images import DeviceVersionStore, device_key
 from telegrad.weights.layout import Layout
 from telegrad.weights.topology import Source, Topology
-from telegrad.weights.versions import SharedVersion, VersionStore
+from telegrad.weights.versions import VersionStore
 from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
@@ -310,13 +310,22 @@ def open_on_device(name: str, epoch: str, uuid: str) -> bool:  # pragma: gpu
 
 
 @internal
-def acquire(name: str, epoch: str, reader: str, ticket: str) -> SharedVersion:
-    """Let a reader of this host use the newest version until it releases its ticket."""
+def acquire(
+    name: str, epoch: str, reader: str, ticket: str, have: int | None, seconds: float
+) -> Any:
+    """Let a reader of this host use the newest version until it releases its ticket.
+
+    The reply, a `SharedVersion`, waits up to `seconds` for what changed since version `have`.
+    """
     registry = WeightsRegistry.here()
     store = registry.store(name, epoch)
-    version = store.acquire(reader, ticket)
+    found = store.acquire(reader, ticket, have)
     registry.forget_if_lost(store, reader)
-    return version
+    if not isinstance(found, Future):
+        return found
+    copy_all = partial(store.without_logs, ticket, found)
+    registry.runtime.clock.call_at(time.monotonic() + seconds, copy_all)
+    return DeferredReply(found)
 
 
 @internal

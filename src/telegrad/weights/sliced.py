@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from telegrad.errors import StaleReference, TelegradError, UsageError
 from telegrad.weights import service
 from telegrad.weights.assembly import Complete, Hold, SlicedVersion
+from telegrad.weights.held import Held
 from telegrad.weights.newest import FIRST_DELAY, LONGEST_DELAY, NewestVersion
 from telegrad.weights.planning import Plan, Source, Wanted, make_plan
 from telegrad.weights.receiver import Receiver, ReceiverCounters
@@ -255,7 +256,8 @@ class SlicedVersions(NewestVersion):
             if old is None or old.store is not store or old.version != store.version:
                 self._drop(receiver.name)
                 lease = self._leases.open(store.release)
-                version, _ = store.acquire(self._me, lease.ticket)
+                store.acquire(self._me, lease.ticket)
+                version = store.image_of(lease.ticket).version
                 self._holds[receiver.name] = Hold(receiver.source, store, version, lease)
                 self._changed.notify_all()
             complete = self._find_complete()
@@ -321,7 +323,7 @@ class SlicedVersions(NewestVersion):
                 hold.release()
 
     @contextmanager
-    def _read_complete(self, complete: Complete) -> Iterator[SlicedVersion]:
+    def _read_complete(self, complete: Complete, held: Held | None) -> Iterator[SlicedVersion]:
         def release(ticket: str) -> None:
             with self._lock:
                 complete.users.discard(ticket)

@@ -47,6 +47,7 @@ class Image:
     version: int = -1
     readers: int = 0
     is_discarded: bool = False
+    is_log: bool = False
 
 
 class ArrivingStream:

@@ -22,7 +22,8 @@ from telegrad.timeouts import duration, time_limit
 from telegrad.weights import device_images, planning
 from telegrad.weights.assembly import SlicedVersion
 from telegrad.weights.boxes import Slices
-from telegrad.weights.layout import Rename, Weights, check_target, targets_of
+from telegrad.weights.held import Held, HeldWeights, copy_whole
+from telegrad.weights.layout import Rename, Weights, check_target, renamed, targets_of
 from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
@@ -133,6 +134,7 @@ class Subscriber:
                 raise UsageError("`device` cannot be combined with `weights` or `slices`")
             tensors = {} if weights is None else targets_of(weights, names)
             wanted = planning.wanted(tensors, names, slices)
+        self._held = HeldWeights()
         self._names = names
         self._names_are_checked = weights is not None
         self._receiver = self._receivers.open(name, publisher, patience, uuid, wanted)
@@ -179,17 +181,18 @@ class Subscriber:
         names = self._names if names is None else names
         target = targets_of(weights, names, is_part=is_part)
         check_target(weights, target, names)
+        written = [tensor for _, _, tensor in renamed(target, names) if not tensor.is_meta]
+        held = self._held.find(written, have)
 
         def pull(found: Found) -> int:
             copies = found.copies(target, names)
-            try:
-                _copy(copies)
-            except BaseException:  # such as `KeyboardInterrupt`: never leave a mix of two versions
-                _copy(copies)
-                raise
+            if isinstance(found, ReadVersion):
+                self._held.write(written, copies, found, held)
+            else:
+                copy_whole(copies)
             return found.version
 
-        return self._read(pull, timeout)
+        return self._read(pull, timeout, held)
 
     def state_dict(
         self, *, timeout: float | object | None = DEFAULT
@@ -245,12 +248,14 @@ class Subscriber:
             self._closed = True
             self._receivers.release(self._receiver)
 
-    def _read(self, use: Callable[[Found], T], timeout: float | object | None) -> T:
+    def _read(
+        self, use: Callable[[Found], T], timeout: float | object | None, held: Held | None = None
+    ) -> T:
         """Return what `use` returns for the newest version."""
         seconds = self._seconds(timeout)
         while True:
             try:
-                with self._receiver.read(seconds) as found:
+                with self._receiver.read(seconds, held) as found:
                     return use(found)
             except VersionLost:
                 continue
@@ -259,10 +264,3 @@ class Subscriber:
         if timeout is DEFAULT:
             return self._runtime.timeout
         return time_limit(timeout)  # type: ignore[arg-type]  # checked there
-
-
-def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
-    for target, source in copies:
-        # a tensor made in inference mode can be written only there
-        with torch.inference_mode() if target.is_inference() else torch.no_grad():
-            target.copy_(source)

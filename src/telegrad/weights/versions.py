@@ -30,6 +30,7 @@ from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import SegmentHandle
+from telegrad.weights.changes import ChangeLog, LogInfo, capacity_of
 from telegrad.weights.deltas import Part
 from telegrad.weights.layout import Layout
 from telegrad.weights.streams import (
@@ -41,6 +42,8 @@ from telegrad.weights.streams import (
     StreamInfo,
 )
 
+_MOST_LOGS = 8  # that are kept, and up to this part of the bytes of the weights:
+_LOGS_SHARE = 4
 _RELEASED = 1000  # tickets that are remembered
 _CLOSED = "the worker no longer passes on these weights"
 
@@ -57,6 +60,7 @@ class SharedVersion(NamedTuple):
 
     version: int
     handle: SegmentHandle | DeviceHandle | None  # None: it is not in shared memory
+    logs: tuple[LogInfo, ...] | None = None  # which lead to it from what the reader has
 
 
 @dataclass(eq=False)
@@ -65,8 +69,17 @@ class _Ticket:
     is_update: bool
     streams: tuple[Stream, ...] = ()
     images: list[Image] = field(default_factory=list)
+    logs: list[ChangeLog] | None = None
     # when each part that was requested may be sent, and its bytes, by stream and index
     reserved: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
+
+
+class Advance(NamedTuple):
+    """The image before the newest one, and what the changes are written to."""
+
+    base: Image
+    stream: ArrivingStream
+    log: ChangeLog | None
 
 
 class _Waiter(NamedTuple):
@@ -94,6 +107,9 @@ class VersionStore:
         self._current: Image | None = None
         self._free: list[Image] = []
         self._chain: deque[ArrivingStream] = deque()
+        self._logs: deque[ChangeLog] = deque()
+        self._free_logs: list[Image] = []
+        self._wants_logs = False
         self._tickets: dict[int | str, _Ticket] = {}
         self._ticket_ids = itertools.count(1)
         self._released: deque[int | str] = deque(maxlen=_RELEASED)
@@ -125,9 +141,12 @@ class VersionStore:
         return self._allocate()
 
     def _allocate(self) -> Image:
-        memory = flat_memory.allocate_shared(self.layout.nbytes) if self._shared else None
+        return self._allocate_host(self.layout.nbytes)
+
+    def _allocate_host(self, nbytes: int) -> Image:
+        memory = flat_memory.allocate_shared(nbytes) if self._shared else None
         if memory is None:
-            return Image(flat_memory.allocate_private(self.layout.nbytes), None, None)
+            return Image(flat_memory.allocate_private(nbytes), None, None)
         return Image(memory.contents, memory.handle, memory)
 
     def give_back(self, image: Image) -> None:
@@ -150,10 +169,12 @@ class VersionStore:
         _complete(ready)
         return stream
 
-    def complete(self, image: Image, version: int) -> None:
-        """Make an image the newest complete version."""
+    def complete(self, image: Image, version: int, log: ChangeLog | None = None) -> None:
+        """Make an image the newest complete version. `log` has what changed."""
         with self._lock:
             image.version = version
+            if log is not None:
+                self._add_log(log)
             old, self._current = self._current, image
             if old is not None and not old.readers and not old.is_discarded:
                 self._free.append(old)
@@ -161,20 +182,51 @@ class VersionStore:
             ready = self._ready_updates()
         _complete(ready)
 
-    def advance(self, image: Image, version: int) -> tuple[Image, ArrivingStream] | None:
+    def advance(self, image: Image, version: int) -> Advance | None:
         """Make an image the newest version at once, before its delta is made.
 
         Return the image before it, which stays unchanged until `end_delta`, and the stream for the
         delta; None if this is the first version.
         """
+        base = self._current  # only this thread changes it
+        if base is None:
+            self.complete(image, version)
+            return None
+        log = self.open_log(base.version, version)
+        stream = ArrivingStream(StreamInfo(base.version, version))
         with self._lock:
-            base, stream = self._current, None
-            if base is not None:
-                base.readers += 1
-                stream = ArrivingStream(StreamInfo(base.version, version))
-                self._chain.append(stream)
-        self.complete(image, version)
-        return None if base is None or stream is None else (base, stream)
+            base.readers += 1
+            self._chain.append(stream)
+        self.complete(image, version, log)
+        return Advance(base, stream, log)
+
+    def open_log(self, base: int, version: int) -> ChangeLog | None:
+        """Return a log for the changes between two versions; None if no reader wants it."""
+        if not self._wants_logs:
+            return None
+        with self._lock:
+            image = self._free_logs.pop() if self._free_logs else None
+        if image is None:
+            image = self._allocate_host(capacity_of(self.layout.nbytes))
+            image.is_log = True
+        return ChangeLog(image, base, version)
+
+    def end_log(self, log: ChangeLog) -> None:
+        """Let readers use a log, or copy everything if it was given up. May be repeated."""
+        if log.is_complete:
+            return
+        log.finish()
+        with self._lock:
+            log.is_complete = True
+            waiters, log.waiters = log.waiters, []
+            if log.is_given_up and log in self._logs:
+                self._drop_logs(self._logs.index(log) + 1)
+            limit = self.layout.nbytes // _LOGS_SHARE
+            while len(self._logs) > _MOST_LOGS or (
+                len(self._logs) > 1 and sum(each.used for each in self._logs) > limit
+            ):
+                self._drop_logs(1)
+        _complete(waiters)
 
     def end_delta(self, base: Image) -> None:
         """Note that a delta is made, so that the image before it may be written again."""
@@ -254,10 +306,14 @@ class VersionStore:
                 found.reserved[stream, index] = when, part.nbytes
             return found.reserved[stream, index][0]
 
-    def acquire(self, reader: str, ticket: str) -> SharedVersion:
+    def acquire(
+        self, reader: str, ticket: str, have: int | None = None
+    ) -> SharedVersion | Future[SharedVersion]:
         """Let a reader use the newest complete image until it releases this ticket of its own.
 
-        A message that acquires may be later than the one that releases.
+        If its tensors hold version `have`, it also gets what changed since then, if that is known,
+        in a future if it is about to be known. A message that acquires may be later than the one
+        that releases.
         """
         with self._lock:
             image = self._current
@@ -265,10 +321,34 @@ class VersionStore:
                 raise StaleReference("there is no version of these weights yet")
             if ticket in self._released:
                 raise StaleReference("the reader no longer needs this version")
+            self._wants_logs = self._wants_logs or have is not None
             if ticket not in self._tickets:  # the call may be repeated
-                self._add_ticket(_Ticket(reader, False), [image], ticket)
-            image = self._tickets[ticket].images[0]
-            return SharedVersion(image.version, image.handle)
+                logs = None if have is None else self._logs_between(have, image.version)
+                images = [image, *(log.image for log in logs or ())]
+                self._add_ticket(_Ticket(reader, False, logs=logs), images, ticket)
+            found = self._tickets[ticket]
+            pending = [log for log in found.logs or () if not log.is_complete]
+            if not pending:
+                return _shared_version(found)
+            future: Future[SharedVersion] = Future()
+
+            def complete() -> None:
+                future._try_complete(_shared_version(found), None)
+
+            pending[-1].waiters.append(complete)
+            return future
+
+    def without_logs(self, ticket: str, future: Future[SharedVersion]) -> None:
+        """Let a reader wait no longer for what changed: it copies everything."""
+        with self._lock:
+            found = self._tickets.get(ticket)
+        if found is not None:
+            future._try_complete(_shared_version(found)._replace(logs=None), None)
+
+    def logs_of(self, ticket: str) -> list[ChangeLog]:
+        """Return the logs of a ticket of `acquire`."""
+        with self._lock:
+            return self._tickets[ticket].logs or []
 
     def image_of(self, ticket: str) -> Image:
         """Return the image of a ticket of `acquire`."""
@@ -382,7 +462,8 @@ class VersionStore:
     def _unpin(self, image: Image) -> None:
         image.readers -= 1
         if not image.readers and image is not self._current and not image.is_discarded:
-            self._free.append(image)
+            free = self._free_logs if image.is_log else self._free
+            free.append(image)
 
     def _drop_history(self) -> None:
         """Keep the newest deltas up to the limit. Snapshots that have arrived are in the image."""
@@ -397,6 +478,32 @@ class VersionStore:
         ):
             self._chain.popleft()
         del self._free[self._spare_images :]  # more were needed while readers were slow
+        del self._free_logs[self._spare_images :]
+
+    def _add_log(self, log: ChangeLog) -> None:
+        if self._logs and self._logs[-1].version != log.base:
+            self._drop_logs(len(self._logs))
+        log.image.readers += 1
+        self._logs.append(log)
+
+    def _drop_logs(self, count: int) -> None:
+        for _ in range(count):
+            self._unpin(self._logs.popleft().image)
+
+    def _logs_between(self, have: int, version: int) -> list[ChangeLog] | None:
+        """Return the logs that lead from one version to another; None if they are not there."""
+        if have == version:
+            return []
+        logs = [log for log in self._logs if have <= log.base and log.version <= version]
+        return logs if logs and (logs[0].base, logs[-1].version) == (have, version) else None
+
+
+def _shared_version(ticket: _Ticket) -> SharedVersion:
+    image, logs = ticket.images[0], ticket.logs
+    if logs is None or any(log.is_given_up for log in logs):
+        return SharedVersion(image.version, image.handle)
+    infos = tuple(log.info for log in logs if log.is_complete)
+    return SharedVersion(image.version, image.handle, infos)
 
 
 def _completion(
