@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import machine, results
-from benchmarks.entries import Entry, MachineEntry, PeerEntry
-from benchmarks.peers import PEERS, PeerSpec, installed
+from benchmarks.entries import Entry, MachineEntry, PeerEntry, start_peers
+from benchmarks.peers import PEERS, PeerSpec
 from benchmarks.processes import WorkerError, WorkerLost, summary
 from benchmarks.progress import say
 from benchmarks.suite import CASES, MACHINE, Case
@@ -115,20 +115,8 @@ def start(
     wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str, Any]
 ) -> list[Entry]:
     """Start the peers. Report those that do not start, and record them in the run."""
-    entries: list[Entry] = []
-    for spec in (PEERS[name] for name in wanted):
-        try:
-            if not installed(spec):
-                raise WorkerError(f"{spec.package} is not installed in {Path(spec.python).name}")
-            entry = PeerEntry(spec, [case for case in cases if not case.machine])
-        except (WorkerError, WorkerLost) as error:
-            say(f"{spec.name}: skipped: {error}")
-            run["skipped"][spec.name] = summary(error)
-            continue
-        stack.callback(entry.close)
-        entries.append(entry)
-        run["peers"][spec.name] = entry.versions
-        say(f"{spec.name}: {entry.versions}")
+    of_peers = [case for case in cases if not case.machine]
+    entries = start_peers([PEERS[name] for name in wanted], of_peers, stack, run)
     if limits := [case for case in cases if case.machine]:
         limits_entry = MachineEntry(limits)
         stack.callback(limits_entry.close)

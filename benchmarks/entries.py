@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks.group import CASE_LIMIT_S, Group, ask
 from benchmarks.namespaces import Host
-from benchmarks.peers import PeerSpec
-from benchmarks.processes import Worker, WorkerError, WorkerLost, stop
+from benchmarks.peers import PeerSpec, installed
+from benchmarks.processes import Worker, WorkerError, WorkerLost, stop, summary
+from benchmarks.progress import say
 from benchmarks.suite import MACHINE, Case
 
 
@@ -78,3 +81,28 @@ class MachineEntry:
 
 
 Entry = PeerEntry | MachineEntry
+
+
+def start_peers(
+    specs: Sequence[PeerSpec],
+    cases: list[Case],
+    stack: ExitStack,
+    run: dict[str, Any],
+    hosts: Sequence[Host] = (),
+) -> list[Entry]:
+    """Start the peers that are installed, until `stack` ends. Record them, and the others, in `run`."""
+    entries: list[Entry] = []
+    for spec in specs:
+        try:
+            if not installed(spec):
+                raise WorkerError(f"{spec.package} is not installed in {Path(spec.python).name}")
+            entry = PeerEntry(spec, cases, hosts)
+        except (WorkerError, WorkerLost) as error:
+            say(f"{spec.name}: skipped: {error}")
+            run["skipped"][spec.name] = summary(error)
+            continue
+        stack.callback(entry.close)
+        entries.append(entry)
+        run["peers"][spec.name] = entry.versions
+        say(f"{spec.name}: {entry.versions}")
+    return entries

@@ -25,11 +25,10 @@ from typing import Any
 
 from benchmarks import machine, namespaces, plots, results
 from benchmarks.core import ROUNDS, names, rounds
-from benchmarks.entries import Entry, MachineEntry, PeerEntry
+from benchmarks.entries import Entry, MachineEntry, start_peers
 from benchmarks.limits import PING_BYTES
 from benchmarks.namespaces import Host, Network
-from benchmarks.peers import PEERS, installed
-from benchmarks.processes import WorkerError, WorkerLost, summary
+from benchmarks.peers import PEERS
 from benchmarks.progress import say
 from benchmarks.suite import MB, Case, bandwidth, latency, limit
 
@@ -91,20 +90,8 @@ def start(
     wanted: list[str], network: Network, stack: ExitStack, run: dict[str, Any]
 ) -> list[Entry]:
     """Start the peers that are installed, and the process that measures limits."""
-    entries: list[Entry] = []
-    for spec in (SPECS[name] for name in wanted):
-        try:
-            if not installed(spec):
-                raise WorkerError(f"{spec.package} is not installed in {Path(spec.python).name}")
-            entry = PeerEntry(spec, list(CASES), network.hosts)
-        except (WorkerError, WorkerLost) as error:
-            say(f"{spec.name}: skipped: {error}")
-            run["skipped"][spec.name] = summary(error)
-            continue
-        stack.callback(entry.close)
-        entries.append(entry)
-        run["peers"][spec.name] = entry.versions
-        say(f"{spec.name}: {entry.versions}")
+    specs = [SPECS[name] for name in wanted]
+    entries = start_peers(specs, list(CASES), stack, run, network.hosts)
     callee, caller = network.hosts
     machine_entry = MachineEntry(limits(callee), caller.prefix)
     stack.callback(machine_entry.close)
