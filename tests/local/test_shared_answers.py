@@ -22,6 +22,7 @@ from telegrad.testing import LocalCluster
 from telegrad.transport.segments import MappedSegment
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Shared, until
+from tests.local.models import Model
 
 LARGE = 1 << 18  # elements; a megabyte
 CALLERS = ("w1", "w2", "w3")
@@ -45,19 +46,6 @@ class Meeting(Shared):
 @async_execution
 def meet(meeting: Meeting) -> Any:
     return meeting.arrive()
-
-
-class Model:
-    """Counts how often it is pickled."""
-
-    packed = 0
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        Model.packed += 1
-        return Model, (self.weights,)
 
 
 @pytest.fixture

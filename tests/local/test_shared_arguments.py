@@ -20,22 +20,10 @@ from telegrad.testing import LocalCluster
 from telegrad.transport.segments import MappedSegment
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, until
+from tests.local.models import Model
 
 LARGE = 1 << 18  # elements; a megabyte
 MEMBERS = ("w1", "w2", "w3")
-
-
-class Model:
-    """Counts how often it is pickled."""
-
-    packed = 0
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        Model.packed += 1
-        return Model, (self.weights,)
 
 
 _received: dict[str, Tensor] = {}

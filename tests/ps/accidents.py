@@ -1,4 +1,4 @@
-"""Servers that die at planned points of tests."""
+"""Servers that die at planned points of tests, and the snapshot of a shard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from telegrad import current_agent
 from telegrad.agent import Agent
 from telegrad.futures import Future
-from telegrad.ps.server.checkpoint import CheckpointArchive
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.registry import ShardRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
@@ -100,3 +101,15 @@ class Accidents:
             ShardRegistry
         )._shards.clear()  # a process that is killed leaves nothing behind
         cluster.join(victim.name, victim._runtime.local_member.rank)
+
+
+def snapshot(version: int) -> ShardSnapshot:
+    """Return the snapshot of a shard with one parameter."""
+    return ShardSnapshot(
+        version,
+        "run",
+        {"weight": torch.full((3,), float(version))},
+        [],
+        [{"lr": 0.1}],
+        {"a": version},
+    )

@@ -18,7 +18,7 @@ from telegrad.agent import Agent
 from telegrad.errors import PeerLost, UsageError
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server import service
-from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.checkpoint import CheckpointArchive
 from telegrad.ps.server.registry import value_or_deferred
 from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.server.shard import ParameterShard
@@ -26,7 +26,7 @@ from telegrad.ps.trainer.shard_client import ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training
-from tests.ps.accidents import Accidents, accident_points, when_cut_off
+from tests.ps.accidents import Accidents, accident_points, snapshot, when_cut_off
 from tests.ps.training import Trainers, check_same, model
 
 Clusters = Callable[..., LocalCluster]
@@ -272,17 +272,6 @@ def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path)
             assert made.version == 0
             training.train(made, net, range(3), [0])
         workers.close()
-
-
-def snapshot(version: int) -> ShardSnapshot:
-    return ShardSnapshot(
-        version,
-        "run",
-        {"weight": torch.full((3,), float(version))},
-        [],
-        [{"lr": 0.1}],
-        {"a": version},
-    )
 
 
 def in_the_foreground(job: Callable[[], None]) -> None:

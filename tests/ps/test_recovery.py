@@ -19,14 +19,14 @@ from torch import nn
 
 from telegrad import current_agent, ps
 from telegrad.errors import JoinError, UsageError
-from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.checkpoint import CheckpointArchive
 from telegrad.ps.server.registry import ShardRegistry
 from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
-from tests.ps.accidents import when_cut_off
+from tests.ps.accidents import snapshot, when_cut_off
 
 Clusters = Callable[..., LocalCluster]
 
@@ -351,17 +351,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": os.unlink,
     "empty": lambda file: file.write_bytes(b""),
 }
-
-
-def snapshot(version: int) -> ShardSnapshot:
-    return ShardSnapshot(
-        version,
-        "run",
-        {"weight": torch.full((3,), float(version))},
-        [],
-        [{"lr": 0.1}],
-        {"a": version},
-    )
 
 
 @pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.pt"])
