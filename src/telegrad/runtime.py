@@ -35,7 +35,7 @@ from telegrad.current import current_call, find_runtime, thread_state
 from telegrad.diagnosis.calls import CallInProgress
 from telegrad.diagnosis.service import serve_observer
 from telegrad.diagnosis.snapshot import Diagnosis
-from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
+from telegrad.errors import JoinError, PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.free_threading import AtomicCounter
 from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, network_check, shutdown
@@ -609,6 +609,17 @@ def active_runtime() -> AgentRuntime | None:
     """Return the runtime that runs the current remote function, else that of `init_rpc`'s agent."""
     runtime: AgentRuntime | None = find_runtime()
     return runtime
+
+
+def active_service(make: Callable[[AgentRuntime], S]) -> S:
+    """Return a service of the runtime that runs the current remote function.
+
+    Raise `StaleReference` if its agent is closing: the call arrived too late.
+    """
+    runtime = active_runtime()
+    if runtime is None:
+        raise StaleReference("the worker that was called is leaving the group")
+    return runtime.service(make)
 
 
 def open_runtimes() -> list[AgentRuntime]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from telegrad.agent import Agent, runtime_of
-from telegrad.errors import PeerLost, StaleReference
+from telegrad.agent import Agent
+from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.messages.remote_functions import trusted
-from telegrad.runtime import active_runtime
+from telegrad.runtime import active_service
 from telegrad.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -92,10 +92,7 @@ class ProgressRegistry:
     @classmethod
     def of(cls, agent: Agent | None = None) -> ProgressRegistry:
         """Return the registry of an agent; by default of the one that serves the current call."""
-        runtime = active_runtime() if agent is None else runtime_of(agent)
-        if runtime is None:
-            raise StaleReference("a worker that receives weights is leaving")
-        return runtime.service(cls)
+        return active_service(cls) if agent is None else agent._runtime.service(cls)
 
     def add(self, name: str, progress: VersionProgress) -> None:
         """Let senders see a receiver."""

@@ -13,11 +13,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent import Agent, runtime_of
-from telegrad.errors import StaleReference
+from telegrad.agent import Agent
 from telegrad.futures import Future
 from telegrad.messages.remote_functions import DeferredReply, trusted
-from telegrad.runtime import active_runtime
+from telegrad.runtime import active_service
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -72,10 +71,7 @@ class RequestQueues:
     @classmethod
     def of(cls, agent: Agent | None = None) -> RequestQueues:
         """Return the queues of an agent; by default of the one that serves the current call."""
-        runtime = active_runtime() if agent is None else runtime_of(agent)
-        if runtime is None:
-            raise StaleReference("a worker that serves requests is leaving")
-        return runtime.service(cls)
+        return active_service(cls) if agent is None else agent._runtime.service(cls)
 
     def queue(self, name: str) -> RequestQueue:
         """Return the queue of a name."""

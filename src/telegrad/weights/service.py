@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from telegrad.errors import StaleReference, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.remote_functions import DeferredReply, internal
-from telegrad.runtime import active_runtime
+from telegrad.runtime import active_service
 from telegrad.weights import device_images
 from telegrad.weights.deltas import Part
 from telegrad.weights.device_images import DeviceVersionStore, device_key
@@ -76,10 +76,7 @@ class WeightsRegistry:
     @classmethod
     def here(cls) -> WeightsRegistry:
         """Return the registry of the agent that serves the current call."""
-        runtime = active_runtime()
-        if runtime is None:
-            raise StaleReference("a worker that passes on weights is leaving")
-        return runtime.service(cls)
+        return active_service(cls)
 
     def add_publisher(self, name: str, publisher: PublisherEntry) -> None:
         """Let subscribers join a publisher."""

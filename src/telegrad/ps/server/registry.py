@@ -21,7 +21,7 @@ from telegrad.ps.backoff import attempts
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
 from telegrad.ps.trainer.service import still_trains
-from telegrad.runtime import active_runtime
+from telegrad.runtime import active_service
 from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ class ShardRegistry:
     @classmethod
     def here(cls) -> ShardRegistry:
         """Return the registry of the agent that serves the current call."""
-        runtime = active_runtime()
-        if runtime is None:  # the call arrived while the agent closed
-            raise StaleReference("this worker is leaving the group, and so is its shard")
-        return runtime.service(cls)
+        return active_service(cls)
 
     def has(self, key: str) -> bool:
         """Return whether there is a shard with this key."""
