@@ -53,11 +53,6 @@ def is_sealed(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def round_to_pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
 def populate_pages(mapping: mmap.mmap, offset: int, nbytes: int, how: int = POPULATE_WRITE) -> bool:
     """Fault pages in. Return False if there is no memory for them: using them would be fatal.
 
@@ -81,7 +76,7 @@ def has_only_file_pages(array: Bytes) -> bool:
     ask the kernel costs a fifth of faulting the pages in. Return False if that is not known.
     """
     first = array.__array_interface__["data"][0] // PAGE
-    size = round_to_pages(array.nbytes) // PAGE * _PAGEMAP_ENTRY.itemsize
+    size = -(-array.nbytes // PAGE) * _PAGEMAP_ENTRY.itemsize
     try:
         pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         try:

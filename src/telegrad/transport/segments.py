@@ -36,7 +36,6 @@ from telegrad.transport.memfd import (
     has_only_file_pages,
     is_sealed,
     populate_pages,
-    round_to_pages,
 )
 from telegrad.wire.frames import BufferLocation
 
@@ -50,6 +49,11 @@ _MIN_SEGMENT = 64 << 20  # bytes
 _popleft = deque.popleft
 _discard: deque[None] = deque(maxlen=0)  # `extend` runs an iterator in one C call
 _log = logging.getLogger(__name__)
+
+
+def round_to_pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 @dataclass(eq=False)
