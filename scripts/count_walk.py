@@ -82,15 +82,15 @@ def call_batched(agent: Agent) -> None:
         future.wait()
 
 
-_optimizers: dict[str, ps.Optimizer] = {}
+_optimizers: dict[Agent, ps.Optimizer] = {}
 
 
 def train_step(agent: Agent) -> None:
     """Make a step of a trainer whose parameters are on the other worker."""
-    optimizer = _optimizers.get(agent.name)
+    optimizer = _optimizers.get(agent)
     if optimizer is None:
         model = torch.nn.Linear(64, 64)
-        optimizer = _optimizers[agent.name] = ps.Optimizer(model, ["w1"], lr=0.1, agent=agent)
+        optimizer = _optimizers[agent] = ps.Optimizer(model, ["w1"], lr=0.1, agent=agent)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
