@@ -207,7 +207,8 @@ class EventLoop(ConnectionPoller):
                         return False
                     self._busy = False
             channel.flush_nowait()
-            connection.on_flushed()
+            if connection.calls_on_flushed:
+                connection.on_flushed()
         except BaseException as error:
             if not isinstance(error, ChannelClosed | ProtocolError):
                 _log.exception("a connection failed in an unexpected way; please report this")

@@ -26,7 +26,7 @@ import logging
 import os
 import select
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from telegrad.locks import new_lock
 from telegrad.transport.channel import Channel, ChannelClosed
@@ -57,6 +57,9 @@ class LoopConnection(ABC):
     watched_events = 0  # the events that epoll watches; 0: not registered
     fd = -1  # the descriptor that is registered with epoll
     _silent_seconds = 0.0
+
+    # whether to call `on_flushed`; a call that does nothing would cost time for each message
+    calls_on_flushed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         # frames, or the error, that another thread received; handled before those of the channel

@@ -333,6 +333,7 @@ class ServerRuntime(ReplyRuntime, Protocol):
 class ServerConnection(ReplyingConnection):
     """One connection that a peer opened to this agent."""
 
+    calls_on_flushed = True
     _runtime: ServerRuntime
 
     def __init__(self, runtime: ServerRuntime, channel: Channel, peer: dict[str, Any]) -> None:
