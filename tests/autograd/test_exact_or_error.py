@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -199,8 +198,10 @@ def test_a_thread_that_does_not_take_the_context_along(
     x, results = new_leaf(), []
     with autograd.context(agent=w0) as context_id:
         # in free-threaded Python 3.14, threads inherit the context by default
-        call = functools.partial(contextvars.Context().run, w0.call, "w1", function, x)
-        thread = threading.Thread(target=lambda: results.append(call()))
+        empty = contextvars.Context()
+        thread = threading.Thread(
+            target=lambda: results.append(empty.run(lambda: w0.call("w1", function, x)))
+        )
         thread.start()
         thread.join()
         with pytest.raises(UsageError, match="outside of this autograd context"):

@@ -18,7 +18,7 @@ from telegrad.agent import Agent
 from telegrad.errors import RemoteError, RemoteTraceback, SerializationError, UsageError
 from telegrad.messages import remote_functions
 from telegrad.refs import RRef, remote
-from telegrad.server.connection import ServerConnection
+from telegrad.server.peer_functions import PeerFunctions
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import until
@@ -291,13 +291,13 @@ def test_a_function_is_defined_once_per_connection(
     w0: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     defined: list[int] = []
-    define = ServerConnection._define
+    define = PeerFunctions.define
 
-    def define_and_note(self: ServerConnection, frame: Any) -> None:
+    def define_and_note(self: PeerFunctions, frame: Any) -> Any:
         defined.append(frame.function_id)
-        define(self, frame)
+        return define(self, frame)
 
-    monkeypatch.setattr(ServerConnection, "_define", define_and_note)
+    monkeypatch.setattr(PeerFunctions, "define", define_and_note)
     for _ in range(5):
         w0.submit("w1", operator.add, 1, 2).wait()
     assert len(defined) == 1

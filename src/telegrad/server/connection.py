@@ -14,17 +14,14 @@ what the calls use until then.
 
 State: `_unanswered` (calls by id) and `_cancelled` (ids of calls whose callers no longer wait) are
 changed by atomic operations of dict and set. The thread that removes a call from `_unanswered`
-records it. `_functions` (by function id) and `_loading` (the calls that wait for a function whose
-module is being imported) are changed under `_lock` of this module. `_running` belongs to the leader
-of the loop. `_deferred` (calls whose function returned a future) is changed by atomic operations of
-the dict.
+records it. `_running` belongs to the leader of the loop. `_deferred` (calls whose function returned
+a future) is changed by atomic operations of the dict. `_functions` is that of `PeerFunctions`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -51,7 +48,6 @@ from telegrad.messages.packing import (
     unpack,
 )
 from telegrad.messages.remote_functions import (
-    MAX_FUNCTIONS,
     DeferredReply,
     FunctionRegistry,
     ServedFunction,
@@ -71,6 +67,7 @@ from telegrad.scheduling.executor import (
 )
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.server.future_replies import FutureReplies
+from telegrad.server.peer_functions import PeerFunctions
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
@@ -95,7 +92,6 @@ from telegrad.wire.handshake import Incarnation
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
 _LONG_COPY = 1 << 20  # bytes of a reply that takes long enough to let other calls run meanwhile
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
-_lock = threading.Lock()
 _LOADING = "a function that is being loaded"  # its module is imported, or it is sent by value
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CALL = int(Kind.CALL)
@@ -345,8 +341,8 @@ class ServerConnection(ReplyingConnection):
         self.heartbeat: float = float(peer["heartbeat"])
         self.group: str = peer["purpose"]  # the event loops get equal numbers of each
         self.is_multiplexed = self.group == MULTIPLEXED  # it carries the heartbeats
-        self._functions: dict[int, ServedFunction] = {}
-        self._loading: dict[int, list[tuple[Frame, ServedCall]]] = {}
+        self._peer_functions = PeerFunctions(runtime.functions)
+        self._functions = self._peer_functions.by_id
         self._running: ServedFunction | None = None  # what the leader of the loop runs
         self._deferred: dict[int, Any] = {}
         self._next_call: ServedCall | None = None  # made when there is time
@@ -490,47 +486,16 @@ class ServerConnection(ReplyingConnection):
     def _find_function(self, frame: Frame) -> ServedFunction | None:
         """Return the function of a call; None if it is in the pickle, or is still being loaded."""
         if frame.flags & DEFINES_FUNCTION:
-            self._define(frame)
+            function, waiting = self._peer_functions.define(frame)
+            for later, call in waiting:
+                self._submit_to_executor(later, function, call)
         return self._functions.get(frame.function_id)
 
     def _wait_for_definition(self, frame: Frame, call: ServedCall) -> None:
         """Run a call when its function is defined, which another thread does at the moment."""
-        with _lock:
-            waiting = self._loading.get(frame.function_id)
-            if waiting is not None:
-                waiting.append((frame, call))
-                return
-            function = self._functions.get(frame.function_id)  # it may be defined by now
-        if function is None:
-            raise ProtocolError(
-                f"received a call of function id {frame.function_id}, which was never defined"
-            )
-        self._submit_to_executor(frame, function, call)
-
-    def _define(self, frame: Frame) -> None:
-        # there was no memory for the body
-        body_lost = frame.receive_error is not None and not len(frame.body)
-        size = int.from_bytes(frame.body[:4], "little")
-        is_valid = size <= len(frame.body) - 4 or body_lost
-        if not 0 < frame.function_id <= MAX_FUNCTIONS or not is_valid:
-            raise ProtocolError(
-                f"received a definition of {size} bytes for function id {frame.function_id} in a "
-                f"body of {len(frame.body)} bytes"
-            )
-        with _lock:
-            self._loading.setdefault(frame.function_id, [])
-        try:
-            if frame.receive_error is not None and body_lost:
-                raise frame.receive_error
-            # This may import a module. If that takes long, another thread leads the loop meanwhile.
-            function = self._runtime.functions.decode(bytes(frame.body[4 : 4 + size]))
-        except BaseException as error:
-            function = ServedFunction(UndecodableFunction(error))
-        with _lock:
-            self._functions[frame.function_id] = function
-            waiting = self._loading.pop(frame.function_id, [])
-        for later, call in waiting:
-            self._submit_to_executor(later, function, call)
+        function = self._peer_functions.wait_for(frame, call)
+        if function is not None:
+            self._submit_to_executor(frame, function, call)
 
     def _check_allowed(self, function: ServedFunction | None) -> None:
         """Raise `UsageError` if peers may not call a function; None: it is sent by value."""
