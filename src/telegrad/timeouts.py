@@ -11,7 +11,7 @@ from typing import SupportsFloat, SupportsIndex
 
 from telegrad.errors import UsageError
 
-__all__ = ["LONGEST", "LONGEST_POLL", "duration", "time_limit"]
+__all__ = ["LONGEST", "LONGEST_POLL", "duration", "time_limit", "torch_limit"]
 
 LONGEST = 1e9
 """Seconds (31 years). Longer durations count as this one."""
@@ -52,6 +52,14 @@ def time_limit(
         return duration(timeout, name, positive=positive)
     except UsageError:
         raise _wrong(timeout, name, "a positive" if positive else "a finite", " or None") from None
+
+
+def torch_limit(timeout: float, name: str = "a timeout") -> float | None:
+    """Return a time limit that is given as in torch's API, where 0 means no limit."""
+    seconds = duration(timeout, name)
+    if seconds < 0:
+        raise UsageError(f"{name} is 0 (no limit) or a positive number of seconds, not {timeout}")
+    return seconds or None
 
 
 def _wrong(value: object, name: str, kind: str, alternative: str = "") -> UsageError:

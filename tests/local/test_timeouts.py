@@ -181,11 +181,11 @@ TORCH_PLACES: dict[str, Callable[[Any], object]] = {
 ENDS = {"Agent.shutdown(timeout)", "shutdown(timeout)"}  # the agent
 FINDS_NOBODY = {  # after it has taken the duration
     "Config(heartbeat_interval)": "must exceed",
-    "Optimizer(patience)": "no worker of the group is named",
+    "Optimizer(patience)": "the name of no worker matches",
     "Subscriber.pull_into(timeout)": "the subscriber of 'timeouts' is closed",
     "Subscriber.state_dict(timeout)": "the subscriber of 'timeouts' is closed",
     "Subscriber.view(timeout)": "the subscriber of 'timeouts' is closed",
-    "Tables(patience)": "no worker of the group is named",
+    "Tables(patience)": "the name of no worker matches",
     "attach(timeout)": "found no worker in process 1",
     "serve(timeout)": "found no worker in process 1",
 }

@@ -91,7 +91,7 @@ def test_numbers_of_a_worker_group_are_whole(cluster: Clusters) -> None:
         with pytest.raises(UsageError, match=r"cannot call .* workers: the group has 1"):
             group.call_some(count, abs, -1)
     for per_worker in counts[:-1]:
-        with pytest.raises(UsageError, match="not valid: delivery='at-least-once', per_worker="):
+        with pytest.raises(UsageError, match="per_worker is at least 1 call at once, not "):
             group.map(abs, [-1], per_worker=per_worker)
     assert group.map(abs, [-1], per_worker=2).values() == [1]
 

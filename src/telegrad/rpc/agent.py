@@ -13,7 +13,8 @@ from telegrad.errors import GroupBroken
 from telegrad.group import shutdown as group_shutdown
 from telegrad.group.membership import WorkerInfo
 from telegrad.messages.device_routes import request_route
-from telegrad.rpc.options import RpcBackendOptions, torch_limit
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.timeouts import torch_limit
 
 __all__ = ["RpcAgent"]
 

@@ -36,8 +36,9 @@ from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 
 # torch's api module has these names, too
 from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401
-from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, torch_limit
+from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.runtime import AgentRuntime, active_runtime
+from telegrad.timeouts import torch_limit
 
 PyRRef = RRef
 P = ParamSpec("P")

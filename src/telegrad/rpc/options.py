@@ -15,20 +15,12 @@ from telegrad.rpc.constants import (
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
-from telegrad.timeouts import duration
+from telegrad.timeouts import torch_limit
 
 Device = int | str | torch.device
 DeviceMap = dict[Device, Device]
 
 __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
-
-
-def torch_limit(timeout: float, name: str = "a timeout") -> float | None:
-    """Return a time limit that is given as in torch, where 0 means no limit."""
-    seconds = duration(timeout, name)
-    if seconds < 0:
-        raise UsageError(f"{name} is 0 (no limit) or a positive number of seconds, not {timeout}")
-    return seconds or None
 
 
 class RpcBackendOptions:

@@ -124,11 +124,14 @@ def _send(
     timeout: Any,
     listener: Any,
     internal: bool = False,
-    keep: object = None,
+    *rest: Any,
+    **options: Any,
 ) -> None:
     spans = [] if internal else _begin_made(self, to, function, "async")
     try:
-        _original_send(self, to, function, args, kwargs, timeout, listener, internal, keep)
+        _original_send(
+            self, to, function, args, kwargs, timeout, listener, internal, *rest, **options
+        )
     except BaseException as error:
         _leave(spans)
         _end(spans, error)
