@@ -287,6 +287,8 @@ def test_no_memory_for_a_log(followed: Followed, monkeypatch: pytest.MonkeyPatch
                 followed.step()
     if is_publisher:
         with pytest.raises(MemoryError, match="none is left"):
+            followed.publisher.flush(PATIENCE)
+        with pytest.raises(MemoryError, match="none is left"):
             followed.publish()
     else:
         followed.step()
