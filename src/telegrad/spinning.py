@@ -2,9 +2,12 @@
 
 Waking a thread takes longer than a short call. So a thread that expects a message soon polls for
 it, which is called spinning, and yields its core between the polls. If other threads need the core,
-this takes longer than sleeping: the thread gets the core back after their turns, which last
-milliseconds. So a spin that loses its core ends, and no thread of this process spins for `_REST`
-times the time that was lost. A busy host loses about a hundredth of its time in this way.
+this takes longer than sleeping. So a spin that loses its core ends.
+
+Who has got the core shows by how long it was lost. A worker that serves a call on the same core
+needs less than a millisecond, and the next wait may spin: nothing has to be woken. Threads that
+compute use their whole turns, which last milliseconds. After such a turn no thread of this process
+spins for `_REST` times as long, so a busy host loses a thirtieth of its time in this way.
 
 State of `Spinning`: at most one thread of a process spins; it holds `permit` and assigns
 `rest_until`, which any thread reads.
@@ -22,9 +25,11 @@ __all__ = ["SPIN_SECONDS", "spinning", "yield_core"]
 
 # With many cores, nobody needs the core of a thread that spins, and waking a thread takes longer.
 SPIN_SECONDS = 0.0006 if CORES >= 8 else 0.0003
+_SHORT_WAIT = SPIN_SECONDS + 0.0002  # seconds; it includes the time that waking the thread took
 _LOST_SECONDS = 0.0001  # a few polls that take longer have lost the core
-_REST = 100
-_MAX_REST_SECONDS = 1.0
+_TURN_SECONDS = 0.001  # shorter losses are no turns of threads that compute
+_LONGEST_TURN = 0.01  # longer losses: this process was stopped
+_REST = 30
 _now = time.monotonic
 
 
@@ -47,15 +52,17 @@ class Spinning:
 
     def is_worthwhile(self, waited_since: float) -> bool:
         """Return True if a message came so soon after this moment that the next wait may spin."""
-        return CORES > 1 and _now() - waited_since < SPIN_SECONDS
+        return CORES > 1 and _now() - waited_since < _SHORT_WAIT
 
     def lost_core(self, before: float, now: float) -> bool:
-        """Return True, and let this process rest, if the polls between two moments took long."""
+        """Return True if the polls between two moments took long: the core was lost.
+
+        Let this process rest if the core was lost for a turn.
+        """
         lost = now - before
-        if lost < _LOST_SECONDS:
-            return False
-        self.rest_until = now + min(lost * _REST, _MAX_REST_SECONDS)
-        return True
+        if lost > _TURN_SECONDS:
+            self.rest_until = now + min(lost, _LONGEST_TURN) * _REST
+        return lost > _LOST_SECONDS
 
 
 spinning = Spinning()

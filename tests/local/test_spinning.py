@@ -24,17 +24,23 @@ def test_short_polls_have_not_lost_the_core() -> None:
     assert own.rest_until == 0.0
 
 
-def test_a_lost_core_is_followed_by_a_rest_a_hundred_times_as_long() -> None:
+def test_a_worker_that_serves_a_call_on_the_same_core_causes_no_rest() -> None:
+    own = Spinning()
+    assert own.lost_core(10.0, 10.0005)
+    assert own.rest_until == 0.0
+
+
+def test_a_turn_of_another_thread_is_followed_by_a_rest_thirty_times_as_long() -> None:
     own = Spinning()
     assert own.lost_core(10.0, 10.003)
-    assert own.rest_until == pytest.approx(10.303)
-    assert "10.303" in repr(own)
+    assert own.rest_until == pytest.approx(10.093)
+    assert "10.093" in repr(own)
 
 
-def test_a_process_that_was_stopped_for_an_hour_does_not_rest_for_days() -> None:
+def test_a_process_that_was_stopped_for_an_hour_rests_as_after_a_long_turn() -> None:
     own = Spinning()
     assert own.lost_core(0.0, 3600.0)
-    assert own.rest_until == pytest.approx(3601.0)
+    assert own.rest_until == pytest.approx(3600.3)
 
 
 @pytest.fixture
