@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 
+_MANY = 8  # gradients; with fewer, checks over all of them at once take longer
+
+
 class _Outgoing:
     """Answers that were not sent yet."""
 
@@ -148,10 +151,11 @@ class GradientExchange:
         for tensor_ids, gradients in received:
             self._take_gradients(peer, tensor_ids, gradients)
         if is_first:
-            mentioned = {*(message.announced or ()), *message.unreached}
-            mentioned.update(*(tensor_ids for tensor_ids, _ in received))
-            for tensor_id in self._unanswered_sends.get(peer, set()) - mentioned:
-                self._take_answer(peer, tensor_id, None, reached=False)
+            if self._unanswered_sends.get(peer):
+                mentioned = {*(message.announced or ()), *message.unreached}
+                mentioned.update(*(tensor_ids for tensor_ids, _ in received))
+                for tensor_id in self._unanswered_sends[peer] - mentioned:
+                    self._take_answer(peer, tensor_id, None, reached=False)
             for early in self._early_messages.pop(peer, ()):
                 self.apply(peer, early)
 
@@ -181,7 +185,11 @@ class GradientExchange:
     def _take_gradients(
         self, peer: str, tensor_ids: Sequence[int], gradients: Sequence[Tensor | None]
     ) -> None:
-        """Take gradients of a peer, all at once if they are of leaves and complete."""
+        """Take gradients of a peer, many at once if they are of leaves and complete."""
+        if len(tensor_ids) < _MANY:
+            for tensor_id, gradient in zip(tensor_ids, gradients, strict=True):
+                self._take_answer(peer, tensor_id, gradient)
+            return
         unanswered = self._unanswered_sends.get(peer, set())
         leaves = [self._sends[tensor_id].leaf for tensor_id in tensor_ids]
         if (

@@ -340,8 +340,10 @@ class LocalGraph:
         answers = []
         for node, found in gradients.items():
             group = self._receives[node]
-            missing = [output for output, each in enumerate(found) if each is None]
-            if not missing or len(group) == 1:
+            missing = []
+            if len(group) > 1:
+                missing = [output for output, each in enumerate(found) if each is None]
+            if not missing:
                 answers.append(ReceivedGradients(group, found, ()))
                 continue
             reached = self._find_reached_outputs(node, explored)

@@ -135,6 +135,11 @@ def attach_receive_nodes(
     data: Sequence[Tensor], tensor_ids: Sequence[int], peer: str
 ) -> tuple[list[Tensor], dict[Node, ReceivedGroup]]:
     """Return received data as the outputs of new `ReceivedTensors` nodes, and these nodes."""
+    if len(data) == 1:
+        group = ReceivedGroup(peer, tensor_ids)
+        (tensor,) = ReceivedTensors.apply(DUMMY_LEAF, data, group)  # type: ignore[no-untyped-call]
+        group.set_tensors((tensor,))
+        return [tensor], {tensor.grad_fn: group}
     tensors: list[Tensor] = []
     nodes: dict[Node, ReceivedGroup] = {}
     for start in range(0, len(data), MAX_GROUP):
