@@ -171,9 +171,12 @@ class Subscriber:
 
         All tensors are of this version. `names` has the published name of each tensor that is
         written, or is a function that returns it, or None for tensors that keep their values.
-        Without it, all tensors are written. Tensors of another dtype are converted. If the newest
-        version is `have`, nothing is copied. Wait up to `timeout` seconds for the first version;
-        None: without a limit.
+        Without it, all tensors are written. Tensors of another dtype are converted. Wait up to
+        `timeout` seconds for the first version; None: without a limit.
+
+        `have` says that the weights hold this version. Nothing is copied if it is the newest one,
+        and otherwise only what changed since, unless PyTorch has counted other writes. It does not
+        count writes through `.data`, NumPy or fused optimizers: pull without `have` after these.
         """
         if have is not None and self.version == have:
             return have
