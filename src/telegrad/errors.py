@@ -2,7 +2,9 @@
 
     TelegradError
     ├── UsageError           the API was used in a way that it does not allow
-    │                        (also a ValueError)
+    │   │                    (also a ValueError)
+    │   └── ArgumentTypeError   an argument has the wrong type
+    │                           (also a TypeError)
     ├── RemoteError          the remote function raised an exception that cannot be rebuilt here
     ├── WorkersFailed        several workers failed; `failures` has their errors by worker
     ├── WorkerExited         a process that `launch` started ended with an error; `exit_code`, `log`
@@ -65,6 +67,10 @@ def _rebuild(
 
 class UsageError(TelegradError, ValueError):
     """The API was used in a way that it does not allow."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument has a type that it cannot have."""
 
 
 class RemoteError(TelegradError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import SupportsFloat, SupportsIndex
 
-from telegrad.errors import UsageError
+from telegrad.errors import ArgumentTypeError, UsageError
 
 __all__ = ["LONGEST", "LONGEST_POLL", "duration", "time_limit", "torch_limit"]
 
@@ -67,4 +67,5 @@ def _wrong(value: object, name: str, kind: str, alternative: str = "") -> UsageE
         shown = repr(value)
     except Exception:
         shown = f"a {type(value).__name__}"
-    return UsageError(f"{name} is {kind} number of seconds{alternative}, not {shown}")
+    error = UsageError if isinstance(value, SupportsFloat) else ArgumentTypeError
+    return error(f"{name} is {kind} number of seconds{alternative}, not {shown}")

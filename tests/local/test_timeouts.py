@@ -8,6 +8,7 @@ import itertools
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -315,3 +316,13 @@ def test_options_of_the_command_line_are_checked_as_well() -> None:
     for text in ("nan", "inf", "-1", "0", "x"):
         with pytest.raises(ArgumentTypeError, match="is not a positive number of seconds"):
             _positive(text)
+
+
+def test_what_is_no_number_is_also_a_type_error() -> None:
+    """Torch raises `TypeError` there."""
+    for value in (timedelta(seconds=1), "5", None, [1.0]):
+        with pytest.raises(TypeError, match="rpc_timeout is a finite number of seconds, not "):
+            rpc.TensorPipeRpcBackendOptions(rpc_timeout=value)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as refused:
+        rpc.TensorPipeRpcBackendOptions(rpc_timeout=math.nan)
+    assert not isinstance(refused.value, TypeError)

@@ -34,6 +34,7 @@ EXAMPLES: list[Exception] = [
     errors.SerializationError("a lock", path="args[0].lock", peer="w1", call="f"),
     errors.StaleReference("gone", peer="w1", call="f"),
     errors.InternalError("impossible", peer="w1", call="f"),
+    errors.ArgumentTypeError("a text", peer="w1", call="f"),
     errors.RemoteTraceback("Traceback ..."),
 ]
 
