@@ -365,3 +365,75 @@ def test_a_hook_of_this_package_never_counts_as_one_of_others() -> None:
     assert meanwhile == [before]
     node.register_hook(lambda *_: None)
     assert count_foreign_hooks() == before + 1
+
+
+# Tensors that share a node
+
+
+def retain_and_use(tensors: list[Tensor], log: Log, in_place: bool) -> Tensor:
+    """Retain the gradient of one of many received tensors. Hooks of it run before."""
+    one = tensors[5]
+    one.retain_grad()
+    one.register_hook(lambda gradient: gradient * 3)
+    total = sum(tensors, torch.zeros(2)) * one.sum()
+    if in_place:
+        one[:1].mul_(2)
+    total.register_hook(lambda _: log.note(one))
+    return total.sum() + one.sum()
+
+
+def test_gradients_of_many_received_tensors_can_be_retained(w0: Agent, log: Log) -> None:
+    leaves = [torch.full((2,), float(index), requires_grad=True) for index in range(16)]
+    alone_log = Log()
+    retain_and_use([leaf * 1 for leaf in leaves], alone_log, False).backward()
+    with autograd.context(agent=w0) as context:
+        loss = w0.call("w1", retain_and_use, [leaf * 1 for leaf in leaves], log, False)
+        for passes in (1, 2):  # gradients are added up, as in torch
+            autograd.backward(context, [loss], retain_graph=True)
+            assert torch.equal(log.entries[0].grad, passes * alone_log.entries[0].grad)
+        log.entries[0].grad = None
+        autograd.backward(context, [loss])
+        assert torch.equal(log.entries[0].grad, alone_log.entries[0].grad)
+
+
+def test_a_retained_gradient_of_a_tensor_that_is_written_later_is_an_error(
+    w0: Agent, log: Log
+) -> None:
+    """Torch would end the process: it accesses the wrong output of the node."""
+    tensors = [torch.ones(2, requires_grad=True) * 1 for _ in range(16)]
+    with autograd.context(agent=w0) as context:
+        loss = w0.call("w1", retain_and_write, tensors, log)
+        with pytest.raises(RuntimeError, match=r"clone\(\) the tensor before retain_grad"):
+            autograd.backward(context, [loss])
+
+
+def retain_and_write(tensors: list[Tensor], log: Log) -> Tensor:
+    log.note(tensors[5])  # otherwise nobody could look at its gradient
+    tensors[5].retain_grad()
+    tensors[5][:1].mul_(3)
+    return (tensors[0] + tensors[5]).sum()
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        return None
+
+
+def watch_any(tensors: list[Tensor], log: Log) -> Tensor:
+    register_multi_grad_hook(tensors[:2], log.note, mode="any")
+    first: Tensor = NoGradient.apply(tensors[0])  # type: ignore[no-untyped-call]
+    return torch.stack([first, *tensors[1:]]).sum()
+
+
+def test_a_hook_for_any_of_many_received_tensors_runs_once(w0: Agent, log: Log) -> None:
+    tensors = [torch.ones(2, requires_grad=True) * 1 for _ in range(16)]
+    alone_log = Log()
+    watch_any([each.detach().requires_grad_() * 1 for each in tensors], alone_log).backward()
+    with autograd.context(agent=w0) as context:
+        autograd.backward(context, [w0.call("w1", watch_any, tensors, log)])
+    assert len(log.entries) == len(alone_log.entries) == 1

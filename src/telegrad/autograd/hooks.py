@@ -13,7 +13,9 @@ Tensors that share a node (`send_recv.is_shared_node`) must behave as if each ha
 loss depends on some of them, the engine calls the hooks of all. So these are registered as
 `_DefinedOnly`, which ignores undefined gradients, and `local_graph` calls them with None if the
 loss depends on their tensor. The hooks that `torch.autograd.graph` registers for several tensors
-expect one call for each output of a node, so they are left as they are.
+expect one call for each output of a node, so they are left as they are. `retain_grad` registers a
+hook of its own there: that of torch accesses the wrong output, or ends the process, if the tensor
+is written in place afterwards and is not the first output of its node (torch 2.15).
 
 Torch does not show either whether a node has hooks. But each hook of a node or of a leaf has a
 `RemovableHandle`. `record_hooks` wraps its constructor, too, and counts those of other code.
@@ -28,6 +30,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,6 +39,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+from telegrad.errors import UsageError
 
 _KEY = "telegrad.tensor_hooks"  # in the metadata of a node
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -79,9 +85,51 @@ class _DefinedOnly:
         return None if gradient is None else self.original(gradient)
 
 
+class _RetainedGradient:
+    """The hook by which `retain_grad` works for a tensor that shares its node.
+
+    It is the last hook of its tensor, as in torch, so it gets what other hooks return.
+    """
+
+    def __init__(self, tensor: Tensor, is_shared_node: Callable[[Any], bool]) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._is_shared_node = is_shared_node
+        self._has_gradient = False
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        tensor = self._tensor()
+        if tensor is None or gradient is None:
+            return
+        if not self._is_shared_node(tensor.grad_fn):
+            raise UsageError(
+                f"retain_grad() was called for a received tensor of shape {tuple(tensor.shape)} "
+                "that was written in place afterwards. Its message has many small tensors, so its "
+                "gradient cannot be retained: clone() the tensor before retain_grad()"
+            )
+        known = None
+        if self._has_gradient:
+            with warnings.catch_warnings():  # torch warns if the user has set it to None
+                warnings.simplefilter("ignore")
+                known = tensor.grad
+        tensor.grad = gradient if known is None else known + gradient
+        self._has_gradient = True
+
+
+def _keep_last(found: dict[int, Any]) -> None:
+    """Move the `_RetainedGradient` of a tensor to the end of its hooks."""
+    for key, hook in list(found.items()):
+        if isinstance(hook, _RetainedGradient):
+            found[key] = found.pop(key)
+
+
+def _is_of_several_tensors(hook: Any) -> bool:
+    """Return whether `torch.autograd.graph` has made this hook, for several tensors."""
+    return getattr(hook, "__globals__", None) is torch.autograd.graph.__dict__
+
+
 def record_hooks(is_shared_node: Callable[[Any], bool]) -> None:
     """Record from now on which nodes get tensor hooks."""
-    original = Tensor.register_hook
+    original, original_retain_grad = Tensor.register_hook, Tensor.retain_grad
     with _lock:
         if hasattr(original, _KEY):
             return
@@ -90,15 +138,28 @@ def record_hooks(is_shared_node: Callable[[Any], bool]) -> None:
         def register_hook(self: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
             with torch._C.DisableTorchFunctionSubclass():
                 is_shared = is_shared_node(self.grad_fn)
-            if is_shared and getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
+            if is_shared and not _is_of_several_tensors(hook):
                 hook = _DefinedOnly(hook)  # type: ignore[arg-type]
             handle: RemovableHandle = original(self, hook)  # type: ignore[no-untyped-call]
             with torch._C.DisableTorchFunctionSubclass():
                 _record(self, handle)
+            if is_shared:
+                _keep_last(handle.hooks_dict_ref() or {})
             return handle
+
+        @functools.wraps(original_retain_grad)
+        def retain_grad(self: Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                node = self.grad_fn
+            if not is_shared_node(node):
+                original_retain_grad(self)
+            elif not _retains_gradient(self, node):
+                handle = original(self, _RetainedGradient(self, is_shared_node))  # type: ignore[no-untyped-call]
+                _record(self, handle)
 
         setattr(register_hook, _KEY, True)
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
+        Tensor.retain_grad = retain_grad  # type: ignore[assignment,method-assign]
         _count_handles()
 
 
@@ -125,6 +186,16 @@ def _record(tensor: Tensor, handle: RemovableHandle) -> None:
     recorded = node.metadata.setdefault(_KEY, [])
     if all(reference() is not hooks for _, reference in recorded):
         recorded.append((tensor.output_nr, handle.hooks_dict_ref))
+
+
+def _retains_gradient(tensor: Tensor, node: Any) -> bool:
+    """Return whether a tensor that shares its node has a `_RetainedGradient`."""
+    return any(
+        isinstance(hook, _RetainedGradient)
+        for output, reference in node.metadata.get(_KEY, ())
+        if output == tensor.output_nr
+        for hook in (reference() or {}).values()
+    )
 
 
 def tensor_hooks(node: Any) -> list[dict[int, Any]]:
