@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from telegrad.errors import UsageError
 from telegrad.weights import Publisher, Subscriber, changes, held
 from tests.conftest import Clusters
 from tests.weights.conftest import PATIENCE, Model, Subscribe
@@ -292,3 +293,34 @@ def test_no_memory_for_a_log(followed: Followed, monkeypatch: pytest.MonkeyPatch
             followed.publish()
     else:
         followed.step()
+
+
+def test_a_single_element_with_a_stride(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    tensors = {"scale": torch.zeros(1), "other": torch.zeros(5000)}
+    publisher = Publisher(tensors, "policy", agent=workers["w0"])
+    subscriber = subscribe(workers, "w1")
+    model = {"scale": torch.zeros(1, 4)[:, 0], "other": torch.zeros(5000)}
+    for version in range(5):
+        tensors["scale"] += 1
+        publisher.publish(version)
+        subscriber.newer_than(version - 1).result(PATIENCE)
+        have = version - 1 if version else None
+        assert subscriber.pull_into(model, have=have) == version
+        assert model["scale"].item() == version + 1
+
+
+def test_a_closed_subscriber_has_no_newest_version(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    model = {"a": torch.zeros(3)}
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    subscriber = subscribe(workers, "w1")
+    publisher.publish(0)
+    subscriber.newer_than(None).result(PATIENCE)
+    wrong: list[Any] = [0.5, "0", float("nan")]
+    for version in wrong:
+        with pytest.raises(UsageError, match="a version is an integer"):
+            subscriber.pull_into(model, have=version)
+    subscriber.close()
+    with pytest.raises(UsageError, match="is closed"):
+        subscriber.pull_into(model, have=0)

@@ -94,15 +94,16 @@ class HeldWeights:
         offsets = tuple(_offset(source, found.image) for _, source in copies)
         pull = _begin(tensors)
         changes = None
-        # another pull may have written them meanwhile
-        if held is not None and held.stamps == _stamps(tensors) and held.offsets == offsets:
-            changes = found.changes
         try:
+            # another pull may have written them meanwhile
+            if held is not None and held.stamps == _stamps(tensors) and held.offsets == offsets:
+                changes = found.changes
             if changes is None or not self._write_changes(copies, offsets, changes):
                 if changes is not None and not pull.is_shared:
                     warnings.warn(_UNCOUNTED, RuntimeWarning, stacklevel=5)
                 _copy(copies)
         except BaseException:  # such as `KeyboardInterrupt`: never leave a mix of two versions
+            _end(pull)
             _copy(copies)
             raise
         stamps = _stamps(tensors)
@@ -186,7 +187,9 @@ def _is_plain(target: Tensor, source: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
-    array: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # `reshape` would keep the stride of a single element, of which there are no bytes to view
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: Bytes = flat.view(torch.uint8).numpy()
     return array
 
 

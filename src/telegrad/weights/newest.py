@@ -25,6 +25,11 @@ FIRST_DELAY, LONGEST_DELAY = 0.01, 0.5  # seconds between attempts
 Reader = Callable[[Held | None], Any]  # returns a context manager of `ReadVersion`
 
 
+def closed_error(name: str) -> UsageError:
+    """Return the error for a use of a closed subscriber."""
+    return UsageError(f"the subscriber of {name!r} is closed")
+
+
 class NewestVersion:
     """The newest version of the weights `name` in this worker."""
 
@@ -105,10 +110,13 @@ class NewestVersion:
                         raise self._error
                     left = None if until is None else until - time.monotonic()
                     if left is not None and left <= 0:
-                        raise CallTimeout(f"no version of the weights {self.name!r} has arrived")
+                        raise CallTimeout(
+                            f"no version of the weights {self.name!r} has arrived in time; does a "
+                            "worker of this group have a Publisher of this name?"
+                        )
                     self._changed.wait(left)
                 if self._closed or self._reader is None:
-                    raise UsageError(f"the subscriber of {self.name!r} is closed")
+                    raise closed_error(self.name)
                 return self._reader
         finally:
             thread_roles.resume(role)

@@ -24,6 +24,7 @@ from telegrad.weights.assembly import SlicedVersion
 from telegrad.weights.boxes import Slices
 from telegrad.weights.held import Held, HeldWeights, copy_whole
 from telegrad.weights.layout import Rename, Weights, check_target, renamed, targets_of
+from telegrad.weights.newest import closed_error
 from telegrad.weights.planning import Wanted
 from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
@@ -175,11 +176,16 @@ class Subscriber:
         `timeout` seconds for the first version; None: without a limit.
 
         `have` says that the weights hold this version. Nothing is copied if it is the newest one,
-        and otherwise only what changed since, unless PyTorch has counted other writes. It does not
-        count writes through `.data`, NumPy or fused optimizers: pull without `have` after these.
+        and otherwise only what changed since, unless PyTorch has counted other writes to these
+        tensors or their views. It does not count writes through `.data`, NumPy, fused optimizers or
+        another tensor in the same memory: pull without `have` after these.
         """
-        if have is not None and self.version == have:
-            return have
+        if self._closed:
+            raise closed_error(self.name)
+        if have is not None:
+            have = as_version(have)
+            if self.version == have:
+                return have
         is_part = names is None and self._names_are_checked
         names = self._names if names is None else names
         target = targets_of(weights, names, is_part=is_part)
