@@ -397,3 +397,68 @@ def how_steps_are_made() -> list[Any]:
         unit.optimizer.param_groups[0]["fused"]
         for unit in ParameterShards.here().find("default")._optimizer._units
     ]
+
+
+@pytest.mark.parametrize("rule", ["sync", ps.Sync, "stale:1", 3, False])
+def test_a_rule_is_an_object_of_its_class(cluster: Clusters, rule: Any) -> None:
+    pair = cluster(2)
+    with pytest.raises(TypeError, match=r"consistency is ps.Sync\(\), ps.Async\(\) or"):
+        ps.Optimizer(model(), servers="w1", consistency=rule, agent=pair["w0"], lr=0.1)
+    with pytest.raises(TypeError, match=r"consistency is ps.Sync\(\), ps.Async\(\) or"):
+        ps.Tables("w1", consistency=rule, agent=pair["w0"])
+
+
+def test_wrong_arguments_do_not_reach_the_server(cluster: Clusters) -> None:
+    pair = cluster(2)
+    wrong: list[tuple[str, Any, str]] = [
+        ("trainers", "2", "trainers is a number of at least 1, not '2'"),
+        ("trainers", 0, "trainers is a number of at least 1, not 0"),
+        ("checkpoint", "points", "checkpoint is a ps.Checkpoint"),
+        ("servers", 3, "servers is the name of a worker, a pattern or a list of names, not 3"),
+        ("servers", ["w1", 1], "servers is the name of a worker, a pattern or a list of names"),
+        ("optimizer", torch.optim.SGD(model().parameters()), "optimizer is a class, such as"),
+    ]
+    for name, value, message in wrong:
+        arguments: dict[str, Any] = {"servers": "w1", "agent": pair["w0"], "lr": 0.1, name: value}
+        with pytest.raises(UsageError, match=message):
+            ps.Optimizer(model(), **arguments)
+    for rule in (ps.Stale, ps.Sync):
+        with pytest.raises(UsageError, match="at least 1"):
+            rule("a")  # type: ignore[arg-type]
+    with ps.Optimizer(model(), servers="w1", agent=pair["w0"], lr=0.1) as optimizer:
+        optimizer.step()
+
+
+def test_the_first_difference_between_trainers_is_named(cluster: Clusters) -> None:
+    pair = cluster(2)
+    options: dict[str, Any] = {"servers": "w1", "name": "x", "lr": 0.1}
+    with ps.Optimizer(nn.Linear(3, 3), agent=pair["w0"], **options):
+        differences: list[tuple[Any, dict[str, Any], str]] = [
+            (nn.Linear(1, 1), {}, r"'weight' of torch.float32 with shape \(1, 1\), and those"),
+            (nn.Linear(3, 3).parameters(), {}, "this one has the parameter '0'"),
+            (nn.Linear(3, 3, bias=False), {}, "this one has 1 parameter, and those before it have"),
+            (nn.Linear(3, 3), {"optimizer": torch.optim.Adam}, "this one has the optimizer Adam"),
+            (nn.Linear(3, 3), {"consistency": ps.Async()}, r"this one has consistency Async\(\)"),
+        ]
+        for trained, changed, message in differences:
+            with pytest.raises(UsageError, match=message):
+                ps.Optimizer(trained, agent=pair["w1"], **{**options, **changed})
+
+
+def test_parameters_of_groups_are_fixed(cluster: Clusters) -> None:
+    pair = cluster(2)
+
+    def shorten(group: dict[str, Any]) -> None:
+        del group["params"][1:]
+
+    def replace(group: dict[str, Any]) -> None:
+        group["params"] = [nn.Parameter(each.detach().clone()) for each in group["params"]]
+
+    for change in (shorten, replace, lambda group: group["params"].reverse()):
+        trained = nn.Linear(2, 2)
+        with ps.Optimizer(trained, servers="w1", agent=pair["w0"], lr=0.1) as optimizer:
+            trained(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            change(optimizer.param_groups[0])
+            with pytest.raises(UsageError, match="the parameters in `param_groups` have changed"):
+                optimizer.step()

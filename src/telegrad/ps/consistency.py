@@ -21,8 +21,8 @@ class Sync:
     quorum: int | None = None
 
     def __post_init__(self) -> None:
-        if self.quorum is not None and self.quorum < 1:
-            raise UsageError(f"a quorum is at least 1 trainer, not {self.quorum}")
+        if self.quorum is not None and (not isinstance(self.quorum, int) or self.quorum < 1):
+            raise UsageError(f"a quorum is at least 1 trainer, not {self.quorum!r}")
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Stale:
     ahead: int
 
     def __post_init__(self) -> None:
-        if self.ahead < 1:
+        if not isinstance(self.ahead, int) or self.ahead < 1:
             raise UsageError(
-                f"a trainer may be at least 1 step ahead of the others, not {self.ahead}"
+                f"a trainer may be at least 1 step ahead of the others, not {self.ahead!r}"
             )
 
 

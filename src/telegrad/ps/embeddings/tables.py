@@ -35,6 +35,7 @@ from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 from telegrad.ps.embeddings.table_client import TableClient
 from telegrad.ps.messages import PushReply, make_trainer_id
 from telegrad.ps.trainer.joining import (
+    check_rules,
     close_on_shutdown,
     find_servers,
     join,
@@ -79,7 +80,8 @@ class Tables:
         self.dropped: int = 0
         self._runtime = require_runtime(agent)
         patience = duration(patience, "patience")
-        self._consistency = consistency or Sync()
+        self._consistency = Sync() if consistency is None else consistency
+        check_rules(self._consistency, trainers, checkpoint)
         self._definitions: dict[str, TableDefinition] = {}
         self._sent_optimizers: dict[str, RowOptimizer] = {}
         self._gradients: dict[str, RowGradients] = {}

@@ -16,11 +16,12 @@ updated:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from telegrad import plurals
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.param_groups import Options
@@ -92,11 +93,12 @@ class ParameterShard(BaseShard):
 
     def announce(self, trainer: str, spec: ShardSpec) -> int:
         """Record that a trainer will join. Return the first round that waits for it."""
-        if _agreement(spec) != _agreement(self.spec):
-            raise UsageError(
-                f"the trainers of parameter server {self.spec.name!r} disagree: "
-                f"{_description(spec)}, but it has {_description(self.spec)}"
-            )
+        for here, there in zip(_agreement(spec), _agreement(self.spec), strict=False):
+            if here != there:
+                raise UsageError(
+                    f"the trainers of parameter server {self.spec.name!r} disagree: this one has "
+                    f"{here}, and those before it have {there}"
+                )
         with self._lock:
             return self._coordinator.announce(trainer)
 
@@ -329,11 +331,14 @@ class ParameterShard(BaseShard):
         self._memory.contents[offset : offset + nbytes].copy_(self._values)
 
 
-def _agreement(spec: ShardSpec) -> tuple[object, ...]:
-    """Return the fields that must be the same for all trainers."""
-    return spec.server_range, spec.consistency, spec.servers
-
-
-def _description(spec: ShardSpec) -> str:
-    size = f"{len(spec.server_range.parts)} parameters in {spec.server_range.nbytes} bytes"
-    return f"{spec.consistency} with {size} here, on {', '.join(spec.servers)}"
+def _agreement(spec: ShardSpec) -> Iterator[str]:
+    """Describe what must be the same for all trainers, item by item."""
+    yield f"consistency {spec.consistency}"
+    yield f"the servers {', '.join(spec.servers)}"
+    made = spec.optimizer
+    yield f"the optimizer {made.__name__}" if isinstance(made, type) else "a function as optimizer"
+    yield plurals.count(len(spec.server_range.parts), "parameter")
+    for part in spec.server_range.parts:
+        slot = part.slot
+        yield f"the parameter {slot.name!r} of {slot.dtype} with shape {slot.shape}"
+    yield f"the layout {spec.server_range}"

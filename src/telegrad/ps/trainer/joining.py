@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from telegrad.agent import Agent, runtime_of
-from telegrad.errors import CallTimeout, JoinError, StaleReference, UsageError
+from telegrad.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    JoinError,
+    StaleReference,
+    UsageError,
+)
 from telegrad.futures import Future, collect
+from telegrad.ps.checkpoint_policy import Checkpoint
+from telegrad.ps.consistency import Async, Stale, Sync
 from telegrad.ps.trainer.server_calls import wait_briefly
 from telegrad.ps.trainer.server_client import (
     LocalClients,
@@ -35,9 +43,28 @@ def require_runtime(agent: Agent | None) -> AgentRuntime:
     return runtime
 
 
+def check_rules(consistency: object, trainers: object, checkpoint: object) -> None:
+    """Raise `UsageError` if one of these arguments of a trainer has another type or value."""
+    if not isinstance(consistency, Sync | Async | Stale):
+        raise ArgumentTypeError(
+            "consistency is ps.Sync(), ps.Async() or ps.Stale(ahead), not "
+            f"{getattr(consistency, '__name__', repr(consistency))}"
+        )
+    if not isinstance(trainers, int) or trainers < 1:
+        raise UsageError(f"trainers is a number of at least 1, not {trainers!r}")
+    if not isinstance(checkpoint, Checkpoint | None):
+        raise ArgumentTypeError(
+            f"checkpoint is a ps.Checkpoint, such as ps.Checkpoint('points'), not {checkpoint!r}"
+        )
+
+
 def find_servers(runtime: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
     """Return the names of workers that match a pattern, or the given names."""
     if not isinstance(servers, str):
+        if not isinstance(servers, Iterable) or not all(isinstance(each, str) for each in servers):
+            raise ArgumentTypeError(
+                f"servers is the name of a worker, a pattern or a list of names, not {servers!r}"
+            )
         names = list(servers)
     else:
         workers = [info.name for info in runtime.get_worker_infos()]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad import param_groups, plurals
-from telegrad.errors import CallTimeout, UsageError
+from telegrad.errors import ArgumentTypeError, CallTimeout, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
@@ -39,6 +39,7 @@ from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
 from telegrad.ps.trainer.joining import (
+    check_rules,
     close_on_shutdown,
     find_servers,
     join,
@@ -112,6 +113,12 @@ class Optimizer(optim.Optimizer):
         runtime = require_runtime(agent)
         patience = duration(patience, "patience")
         gradient_compression.check(compression)
+        consistency = Sync() if consistency is None else consistency
+        check_rules(consistency, trainers, checkpoint)
+        if isinstance(optimizer, optim.Optimizer) or not callable(optimizer):
+            raise ArgumentTypeError(
+                f"optimizer is a class, such as torch.optim.Adam, not {optimizer!r}"
+            )
         if optimizer is torch.optim.SparseAdam:
             raise UsageError(
                 "SparseAdam needs sparse gradients, and parameter servers have dense ones: use "
@@ -126,6 +133,7 @@ class Optimizer(optim.Optimizer):
         self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
+        self._known_ids = self._grouped_ids()
         self.steps: int = 0
         self.staleness: int = 0
         self.dropped: int = 0
@@ -134,7 +142,7 @@ class Optimizer(optim.Optimizer):
         self._next_report = 0.0  # of `time.monotonic`
         self._optimizer_class = optimizer
         self._sent_options = [param_groups.group_options(group) for group in self.param_groups]
-        self._consistency = consistency or Sync()
+        self._consistency = consistency
         trained = trained_parameters(model, self.param_groups, include_frozen)
         for _, parameter_name, parameter in itertools.chain.from_iterable(trained):
             check_kind(parameter_name, parameter)
@@ -348,7 +356,12 @@ class Optimizer(optim.Optimizer):
         self._flat.mark_current()
 
     def _check_model(self) -> None:
-        """Raise `UsageError` if the model has parameters that would not be trained."""
+        """Raise `UsageError` if the model or a group has parameters that would not be trained."""
+        if self._grouped_ids() != self._known_ids:
+            raise UsageError(
+                "the parameters in `param_groups` have changed, but those of a parameter server "
+                "are fixed; create a new ps.Optimizer under another name"
+            )
         if self._structure is not None:
             self._structure.check()
         for parameter in self._frozen:
@@ -358,6 +371,9 @@ class Optimizer(optim.Optimizer):
                     "one now, but the servers do not hold it: create the optimizer with "
                     "include_frozen=True, or after unfreezing"
                 )
+
+    def _grouped_ids(self) -> list[int]:
+        return [id(each) for group in self.param_groups for each in group["params"]]
 
     def _unscale(self) -> bool:
         """Unscale gradients if a `GradScaler` asks for it. Return whether some are not finite."""
