@@ -18,6 +18,8 @@ import telegrad.cli
 from telegrad import cluster
 from telegrad.cluster.roles import format_roles, role_of_rank
 from telegrad.errors import UsageError
+from telegrad.group.secret import own_secret
+from telegrad.launcher.workers import job_environment
 
 ROLES = ("--role", "ps=1", "--role", "trainer=2")
 SECRET = "sixteen characters or more"
@@ -188,3 +190,39 @@ def test_without_ray_it_says_what_to_install(
     with pytest.raises(SystemExit):
         launch("--on", "ray", "-n", 1, program)
     assert "pip install 'telegrad[ray]'" in capsys.readouterr().err
+
+
+# On this host
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dry-run",), "--dry-run needs --on slurm"),
+        (("--sbatch=--time=1",), "--sbatch needs --on slurm"),
+        (("--image", "x"), "--image needs --on k8s"),
+        (("--gpus", 1), "--gpus needs --on slurm or --on k8s or --on ray"),
+        (("--restarts", -1), "'-1' is not a number of at least 0"),
+        (("--logs", "/proc/none"), "cannot write into --logs /proc/none"),
+    ],
+)
+def test_options_that_do_not_fit(
+    options: tuple[Any, ...], message: str, program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch("-n", 1, *options, program)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_workers_have_the_secret_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `telegrad status` finds them. If the key file cannot be written, they have their own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert job_environment({}, 2, 0)["TELEGRAD_SECRET"] == own_secret()
+    assert job_environment({"TELEGRAD_SECRET": SECRET}, 2, 0)["TELEGRAD_SECRET"] == SECRET
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    with pytest.raises(UsageError, match="no secret"):
+        own_secret()
+    assert len(job_environment({}, 2, 0)["TELEGRAD_SECRET"]) == 64

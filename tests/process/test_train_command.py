@@ -99,6 +99,12 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(tmp_path: P
         training.run(lambda *_: None, options)
 
 
+def test_a_training_is_resumed_from_checkpoints(tmp_path: Path) -> None:
+    options = argparse.Namespace(out=tmp_path, resume=True, checkpoint=None)
+    with pytest.raises(SystemExit, match="--resume needs --checkpoint DIR"):
+        training.run(lambda *_: None, options)
+
+
 def test_the_output_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     report = TrainingReport("digits, 1 server, 2 trainers", epoch_count=2)
     for trainer in ("trainer0", "trainer1"):

@@ -245,7 +245,7 @@ def _check_memory(config: Config) -> Iterator[Finding]:
         available = min(available, limit - (_number("/sys/fs/cgroup/memory.current") or 0))
     text = (
         f"{available / 1e9:.1f} GB are available; a worker uses up to "
-        f"{config.shared_memory_limit / 1e9:.1f} GB (/dev/shm is not used)"
+        f"{config.shared_memory_limit / 1e9:.1f} GB (memory files; /dev/shm is not needed)"
     )
     if available < _MIN_SHARED_MEMORY:
         yield Finding("shared memory", PROBLEM, text, "give the container or host more memory")
@@ -280,7 +280,9 @@ def _check_limits() -> Iterator[Finding]:
     size = "unlimited" if locked < 0 else f"{locked / 1e6:,.1f} MB of"
     text = f"{size} locked memory"
     if locked >= 0:
-        yield Finding("limits", NOTE, text, "RDMA networks need `ulimit -l unlimited`; others not")
+        yield Finding(
+            "limits", NOTE, text, "RDMA networks need `ulimit -l unlimited`; other networks do not"
+        )
     else:
         yield Finding("limits", OK, text)
 

@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=_count,
         default=0,
         metavar="N",
         help="restart a worker that fails, under the same name, up to N times (default: 0)",
@@ -77,7 +77,7 @@ def add(commands: Any) -> None:
         "in actors of the Ray cluster at RAY_ADDRESS",
     )
     parser.add_argument("--name", help="name of the job (default: that of the program)")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each worker")
+    parser.add_argument("--gpus", type=_count, default=0, metavar="N", help="GPUs of each worker")
     parser.add_argument(
         "--dry-run", action="store_true", help="slurm: print the script, do not submit it"
     )
@@ -107,11 +107,21 @@ def _role(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return int(text)
+
+
 def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if (options.workers is None) == (not options.roles):
         parser.error("give the number of workers: either -n N or --role NAME=N")
     if not options.module and options.on != "k8s" and not Path(options.program).exists():
         parser.error(f"cannot launch {options.program!r}: there is no such file")
+    for option, engines in _OPTIONS_OF_ENGINES.items():
+        if getattr(options, option) and options.on not in engines:
+            where = " or ".join(f"--on {engine}" for engine in engines)
+            parser.error(f"--{option.replace('_', '-')} needs {where}")
     if options.dashboard:
         if options.on != "local":
             parser.error(
@@ -131,6 +141,10 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 def _on_this_host(command: Sequence[str], options: argparse.Namespace) -> int:
     folder = options.logs or Path(tempfile.mkdtemp(prefix="telegrad-"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write into --logs {folder}: {error.strerror}") from None
     scripts = importlib.import_module("telegrad.launcher.scripts")  # it imports torch
     exit_code: int = scripts.run_script(command, options.roles, options.restarts, folder)
     return exit_code
@@ -189,6 +203,15 @@ _ENGINES = {
     "slurm": _on_slurm,
     "k8s": _on_kubernetes,
     "ray": _on_ray,
+}
+
+
+# By option: the engines that use it.
+_OPTIONS_OF_ENGINES = {
+    "dry_run": ["slurm"],
+    "sbatch": ["slurm"],
+    "image": ["k8s"],
+    "gpus": ["slurm", "k8s", "ray"],
 }
 
 

@@ -36,6 +36,7 @@ _EXAMPLES = """\
 """
 _CLEAR = "\033[H\033[2J"
 
+_LAST_PORT = 65535
 Command = Callable[[Group, argparse.Namespace], None]
 
 
@@ -69,7 +70,7 @@ def add(commands: Any) -> None:
     trace.add_argument("--seconds", type=_positive, default=10.0, help="how far back")
     trace.add_argument("-o", "--out", type=Path, default=Path("trace.json"), help="the file")
     page = _add_parser(commands, "dashboard", "show a running group on a web page of this host")
-    page.add_argument("--port", type=int, help="port of 127.0.0.1 (default: 8642, if free)")
+    page.add_argument("--port", type=_port, help="port of 127.0.0.1 (default: 8642, if free)")
     page.add_argument(
         "--wait", action="store_true", help="start also if the group does not exist yet"
     )
@@ -136,6 +137,12 @@ def _positive(text: str) -> float:
         raise argparse.ArgumentTypeError(message) from None
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to {_LAST_PORT}")
+    return int(text)
+
+
 def _status(group: Group, options: argparse.Namespace) -> None:
     snapshot = group.snapshot(options.timeout, options.window)
     text = _json(snapshot) if options.json else status_text(snapshot, options.internal)
@@ -183,6 +190,10 @@ def _write(text: str) -> None:
 
 
 def _trace(group: Group, options: argparse.Namespace) -> None:
+    try:
+        options.out.touch()  # now, and not after the recording
+    except OSError as error:
+        raise UsageError(f"cannot write into --out {options.out}: {error.strerror}") from None
     trace = collect_trace(group, options.seconds, options.timeout)
     options.out.write_text(json.dumps(trace))
     for name, note in trace["otherData"].items():

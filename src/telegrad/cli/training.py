@@ -158,6 +158,8 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     reports for the test data.
     """
     check_folder(options.out)  # now, and not after the training
+    if options.resume and options.checkpoint is None:
+        sys.exit("--resume needs --checkpoint DIR, the folder of the earlier training")
     servers = plurals.count(options.servers, "server")
     trainers = plurals.count(options.trainers, "trainer")
     report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric, options.epochs)

@@ -30,7 +30,12 @@ _SCRYPT = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 
 def group_key(given: str | None) -> bytes:
     """Return the key that handshakes use, derived from the given secret or the key file."""
-    return _derive_key(given if given is not None else _read_key_file(key_file()))
+    return _derive_key(given if given is not None else own_secret())
+
+
+def own_secret() -> str:
+    """Return the secret in the key file of this user, which is made if it does not exist."""
+    return _read_key_file(key_file())
 
 
 def is_random_key(secret: str) -> bool:

@@ -27,6 +27,7 @@ from telegrad.launcher.function_worker import Call, run
 from telegrad.launcher.output import STDERR, STDOUT, Output
 from telegrad.launcher.scripts import describe, exit_code
 from telegrad.launcher.workers import Worker, job_environment, workers_of
+from telegrad.messages.remote_functions import check_callable
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ def launch(
         raise UsageError(
             "a worker imports this script: call launch only under `if __name__ == '__main__':`"
         )
+    check_callable(function)
     workers = workers_of(roles)
     folder = Path(tempfile.mkdtemp(prefix="telegrad-") if logs is None else logs)
     environment = {**os.environ, **job_environment(os.environ, len(workers), restarts)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,9 @@ def run_on_ray(
         while not group.wait(_PATIENCE):
             sys.stderr.write(f"waiting until Ray has room for {len(workers)} times {bundle}\n")
         shared = job_environment(os.environ, len(workers), restarts)
-        secret = shared.pop("TELEGRAD_SECRET")
+        shared.pop("TELEGRAD_SECRET")
+        # Ray stores it, so it is not the one of this user
+        secret = os.environ.get("TELEGRAD_SECRET") or secrets.token_hex(32)
         shared["TELEGRAD_LISTEN"] = os.environ.get("TELEGRAD_LISTEN", "0.0.0.0")
         actors = [_actor(worker, shared, group, restarts, gpus) for worker in workers]
         running = {

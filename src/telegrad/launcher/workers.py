@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from telegrad import openmp
-from telegrad.errors import UsageError
+from telegrad.errors import ArgumentTypeError, UsageError
 from telegrad.group.membership import check_name
+from telegrad.group.secret import own_secret
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ def workers_of(roles: int | Mapping[str, int]) -> list[Worker]:
     ['ps0', 'trainer0', 'trainer1']
     """
     roles = {"worker": roles} if isinstance(roles, int) else roles
+    if not isinstance(roles, Mapping) or not all(isinstance(n, int) for n in roles.values()):
+        raise ArgumentTypeError(
+            f"roles is a number of workers, or a dict with one for each role, not {roles!r}"
+        )
     for role, size in roles.items():
         check_name(role)
         if size < 1:
@@ -76,8 +81,8 @@ RESTART_TIMEOUT = "60"
 def job_environment(environment: Mapping[str, str], size: int, restarts: int) -> dict[str, str]:
     """Return the variables that all workers of a job get, where `environment` does not set them.
 
-    A secret for their group, how long they wait for a restart, and settings of OpenMP for workers
-    that share a host.
+    The secret of their group, how long they wait for a restart, and settings of OpenMP for workers
+    that share a host. The secret is that of this user, so that `telegrad status` knows it.
     """
     names = (
         "TELEGRAD_SECRET",
@@ -87,7 +92,11 @@ def job_environment(environment: Mapping[str, str], size: int, restarts: int) ->
         "GOMP_SPINCOUNT",
     )
     variables = {name: environment[name] for name in names if environment.get(name)}
-    variables.setdefault("TELEGRAD_SECRET", secrets.token_hex(32))
+    if "TELEGRAD_SECRET" not in variables:
+        try:
+            variables["TELEGRAD_SECRET"] = own_secret()
+        except UsageError:  # the home directory cannot be written, as in some containers
+            variables["TELEGRAD_SECRET"] = secrets.token_hex(32)
     if restarts:
         variables.setdefault("TELEGRAD_RESTART_TIMEOUT", RESTART_TIMEOUT)
     openmp.limit_spinning(variables)
