@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import telegrad
 import telegrad.rpc as rpc
 from telegrad.agent import Agent
 from telegrad.errors import UsageError
@@ -107,3 +108,44 @@ def test_a_listener_is_callable(pair: LocalCluster) -> None:
     for method in add:
         with pytest.raises(UsageError, match="a listener must be callable, not int"):
             method(5)
+
+
+def test_a_function_is_callable(pair: LocalCluster) -> None:
+    wrong: Any
+    for wrong in ("torch.add", 3, None, [abs]):
+        with pytest.raises(TypeError, match="the function of a call must be callable, not "):
+            pair["w0"].call("w1", wrong, -1)
+        with pytest.raises(TypeError, match="the function of a call must be callable, not "):
+            pair["w0"].submit("w1", wrong, -1).wait()
+        with pytest.raises(TypeError, match="the function of a call must be callable, not "):
+            remote("w1", wrong, (-1,), agent=pair["w0"])
+        with pytest.raises(TypeError, match="the function of a call must be callable, not "):
+            telegrad.launch(wrong, 2)
+    for roles in ("x", None, {"ps": "1"}):
+        with pytest.raises(TypeError, match="roles is a number of workers, or a dict"):
+            telegrad.launch(print, roles)  # type: ignore[arg-type]
+
+
+def test_options_of_batched_have_their_types() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"maxsize": 3}, "batched has no option 'maxsize'; it has max_size, "),
+        ({"max_size": "8"}, "max_size must be a number, not '8'"),
+        ({"max_queue": "8"}, "max_queue must be a number, not '8'"),
+        ({"pad_to": 8}, "pad_to is a list of sizes, not 8"),
+        ({"pad_to": ["8"]}, r"pad_to\[0\] must be a number, not '8'"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            telegrad.batched(**options)(abs)
+
+
+def test_a_cluster_names_its_workers(cluster: Clusters) -> None:
+    workers = cluster(2)
+    with pytest.raises(KeyError, match="no worker 'w9'; this cluster has w0, w1"):
+        workers["w9"]
+    with pytest.raises(KeyError, match="no worker 'w9'"):
+        workers.kill("w9")
+    with pytest.raises(UsageError, match="none is 'w9': let further ones join with"):
+        workers.join("w9")
+    workers.kill("w1")
+    assert workers.join("w1").get_worker_info().id == 1

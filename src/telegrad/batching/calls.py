@@ -102,10 +102,11 @@ def split(value: Any, count: int, name: str, rows: int | None = None) -> list[An
     the batch was padded to `rows` rows.
     """
     if isinstance(value, torch.Tensor):
-        _check(value.shape[0] if value.dim() else 0, rows or count, name)
+        _check(value.shape[0] if value.dim() else None, rows or count, name)
         return [value[0]] if count == 1 else list(value.unbind(0)[:count])
     if isinstance(value, list | np.ndarray):
-        _check(len(value) if isinstance(value, list) or value.ndim else 0, rows or count, name)
+        has_rows = isinstance(value, list) or value.ndim > 0
+        _check(len(value) if has_rows else None, rows or count, name)
         return list(value[:count])
     if value is None:
         return [None] * count
@@ -136,7 +137,13 @@ def _rows(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
     return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
-def _check(length: int, rows: int, name: str) -> None:
+def _check(length: int | None, rows: int, name: str) -> None:
+    """Raise if a result does not have `rows` rows. `length` is None for one without dimensions."""
+    if length is None:
+        raise UsageError(
+            f"{name} returned one number for a batch of {plurals.count(rows, 'row')}: return one "
+            "for each, in the first dimension"
+        )
     if length != rows:
         raise UsageError(
             f"{name} returned {length} results for a batch of {plurals.count(rows, 'row')}: "

@@ -13,10 +13,11 @@ that may delete an owner.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
@@ -28,7 +29,7 @@ from telegrad.batching.metrics import QueueMetrics, Statistics
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
 from telegrad.batching.scheduler import BatchOptions
 from telegrad.current import current_deadline, thread_state
-from telegrad.errors import UsageError
+from telegrad.errors import ArgumentTypeError, UsageError
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
     DeferredReply,
@@ -265,6 +266,18 @@ class BatchDecorator(Protocol):
     def __call__(self, function: Callable[P, R], /) -> BatchedFunction[P, R]: ...
 
 
+def _options(settings: dict[str, Any]) -> BatchOptions:
+    """Return the options that `batched` was given."""
+    known = [field.name for field in dataclasses.fields(BatchOptions)]
+    for name in settings:
+        if name not in known:
+            raise ArgumentTypeError(f"batched has no option {name!r}; it has {', '.join(known)}")
+    sizes = settings.get("pad_to", ())
+    if not isinstance(sizes, Iterable):
+        raise ArgumentTypeError(f"batched: pad_to is a list of sizes, not {sizes!r}")
+    return BatchOptions(**{**settings, "pad_to": tuple(sizes)})
+
+
 @overload
 def batched(  # type: ignore[overload-overlap]
     function: _TakesList[list[R]], /
@@ -311,7 +324,7 @@ def batched(function: Any = None, /, **settings: Any) -> Any:
         return type(function)(batched(function.__func__, **settings))
     if not callable(function):
         raise UsageError(f"batched decorates a function, not {type(function).__name__}")
-    options = BatchOptions(**{**settings, "pad_to": tuple(settings.get("pad_to", ()))})
+    options = _options(settings)
     batching = Batching(function, options)
 
     @functools.wraps(function)

@@ -56,6 +56,11 @@ class BatchOptions:
             if not is_valid:
                 raise UsageError(f"batched: {message}")
 
+        sizes = {"max_size": self.max_size, "max_queue": self.max_queue}
+        sizes |= {f"pad_to[{index}]": size for index, size in enumerate(self.pad_to)}
+        for name, size in sizes.items():
+            is_number = isinstance(size, int) or (size is None and name == "max_queue")
+            require(is_number, f"{name} must be a number, not {size!r}")
         require(self.max_size >= 1, f"max_size must be at least 1, not {self.max_size!r}")
         wait = time_limit(self.max_wait, "batched: max_wait")
         require(wait is None or wait >= 0, f"max_wait must not be negative, not {self.max_wait!r}")

@@ -29,6 +29,7 @@ from telegrad.messages.remote_functions import (
     HIDDEN_ARGUMENTS,
     MAX_FUNCTIONS,
     Function,
+    check_callable,
     describe,
 )
 from telegrad.messages.trace_context import append_trace, tracer
@@ -62,9 +63,12 @@ class FunctionTable:
         try:
             return self._entries[function]
         except KeyError:
-            return self._add(function) if _is_pickled_by_reference(function) else None
-        except TypeError:
-            return None  # not hashable
+            if _is_pickled_by_reference(function):
+                return self._add(function)
+        except TypeError:  # not hashable
+            pass
+        check_callable(function)
+        return None
 
     def _add(self, function: Function) -> tuple[int, bytes] | None:
         try:

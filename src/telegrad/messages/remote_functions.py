@@ -23,7 +23,13 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch.futures
 from torch import Tensor
 
-from telegrad.errors import InternalError, SerializationError, UsageError, error_text
+from telegrad.errors import (
+    ArgumentTypeError,
+    InternalError,
+    SerializationError,
+    UsageError,
+    error_text,
+)
 from telegrad.futures import Future
 from telegrad.messages.device_routes import ANY_DEVICE_MARK
 from telegrad.wire import codec
@@ -49,6 +55,14 @@ def describe(function: Function) -> str:
     """Return the name of a function for messages and logs."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     return str(name) if name else repr(function)
+
+
+def check_callable(function: object) -> None:
+    """Raise `ArgumentTypeError` if what a call is to run is no function."""
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"the function of a call must be callable, not {type(function).__name__}"
+        )
 
 
 def checked_args(args: Any) -> tuple[Any, ...]:

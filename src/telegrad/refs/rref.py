@@ -37,7 +37,7 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
-from telegrad.messages.remote_functions import checked_args, checked_kwargs, trusted
+from telegrad.messages.remote_functions import check_callable, checked_args, checked_kwargs, trusted
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, method, pull, with_object
@@ -300,7 +300,8 @@ class RRef(Generic[T]):
         if not self.is_owner():
             raise UsageError(
                 f"For {self!r}, can't call localValue() on user "
-                f"{self._manager.runtime.local_member.info}. Call it on owner {self._owner_info}"
+                f"{self._manager.runtime.local_member.info}. Call local_value() on owner "
+                f"{self._owner_info}, or to_here() for a copy"
             )
         value: T = self._owned_object().value()
         return value
@@ -485,6 +486,7 @@ def remote(
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
+    check_callable(function)
     args = args if type(args) is tuple else checked_args(args)
     kwargs = checked_kwargs(kwargs) if kwargs else None
     if timeout is not DEFAULT:

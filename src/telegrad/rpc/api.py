@@ -26,7 +26,7 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
 from telegrad.group.rendezvous import ask_store, next_group, open_store
-from telegrad.messages.remote_functions import checked_args, checked_kwargs
+from telegrad.messages.remote_functions import check_callable, checked_args, checked_kwargs
 from telegrad.refs import RRef
 from telegrad.refs.manager import ReferenceManager
 from telegrad.rpc import backend_registry, device_maps
@@ -211,7 +211,7 @@ def rpc_sync(
     `timeout` is in seconds; 0 means no limit.
     """
     runtime = active_runtime() or _require_runtime()
-    _check(func)
+    check_callable(func)
     args = args if type(args) is tuple else checked_args(args)
     kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
@@ -228,7 +228,7 @@ def rpc_async(
 ) -> Future[T]:
     """Run `func(*args, **kwargs)` on worker `to` and return a future for its result."""
     runtime = _require_runtime()
-    _check(func)
+    check_callable(func)
     args = args if type(args) is tuple else checked_args(args)
     kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
@@ -250,7 +250,7 @@ def remote(
     Return a reference to the result at once.
     """
     runtime = _require_runtime()
-    _check(func)
+    check_callable(func)
     args = args if type(args) is tuple else checked_args(args)
     kwargs = checked_kwargs(kwargs) if kwargs else None
     limit = _limit(timeout, runtime)
@@ -286,11 +286,6 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(seconds: float) -> None:
     _require_runtime().timeout = torch_limit(seconds)
-
-
-def _check(func: object) -> None:
-    if not callable(func):
-        raise UsageError(f"func must be callable, not {type(func).__name__}")
 
 
 def _limit(timeout: float, runtime: AgentRuntime) -> float | None:

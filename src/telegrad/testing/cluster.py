@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from telegrad.agent import Agent
 from telegrad.config import Config
+from telegrad.errors import UsageError
 
 __all__ = ["LocalCluster"]
 
@@ -32,7 +33,8 @@ class LocalCluster:
         self.store: Any = dist.HashStore() if store is None else store
         self.config: Config = replace(Config(secret=_SECRET), **settings)
         self._world_size = size if fixed_size else None
-        self.agents: list[Agent] = [self.agent(f"w{rank}", rank) for rank in range(size)]
+        self._ranks = {f"w{rank}": rank for rank in range(size)}
+        self.agents: list[Agent] = [self.agent(name, rank) for name, rank in self._ranks.items()]
 
     def __repr__(self) -> str:
         return "\n".join(repr(agent) for agent in self.agents)
@@ -45,6 +47,13 @@ class LocalCluster:
 
     def join(self, name: str, rank: int | None = None) -> Agent:
         """Open a further agent, or one that rejoins. The cluster closes it."""
+        if rank is None and self._world_size is not None:
+            if name not in self._ranks:
+                raise UsageError(
+                    f"this cluster has {self._world_size} workers, of which none is {name!r}: let "
+                    "further ones join with LocalCluster(size, fixed_size=False)"
+                )
+            rank = self._ranks[name]
         agent = self.agent(name, rank)
         self.agents.append(agent)
         agent.open()
@@ -71,7 +80,11 @@ class LocalCluster:
 
     def __getitem__(self, name: str) -> Agent:
         """Return the newest agent with this name."""
-        return next(agent for agent in reversed(self.agents) if agent.name == name)
+        for agent in reversed(self.agents):
+            if agent.name == name:
+                return agent
+        names = ", ".join(dict.fromkeys(agent.name for agent in self.agents))
+        raise KeyError(f"no worker {name!r}; this cluster has {names}")
 
     def __iter__(self) -> Iterator[Agent]:
         return iter(self.agents)
