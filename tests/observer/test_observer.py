@@ -221,6 +221,20 @@ def test_a_round_that_waits_for_its_own_caller_is_a_cycle() -> None:
     assert cycles([push, step]) == []
 
 
+def test_a_server_that_waits_in_shutdown_still_serves() -> None:
+    call = Wait("trainer", "server", "f", 9.0, call_id=1)
+    shutdown = Wait("server", "trainer", "shutdown", 20.0, call_id=2, is_gather=True)
+    assert cycles([shutdown, call]) == []
+    led = Wait("server", "trainer", "shutdown", 20.0, is_gather=True)  # the leader of the gather
+    assert cycles([led, call]) == []
+
+
+def test_a_served_call_that_waits_for_a_barrier_is_in_a_cycle() -> None:
+    call = Wait("trainer", "server", "f", 9.0, call_id=1)
+    barrier = Wait("server", "trainer", "barrier", 8.0, "", 2, ("trainer", 1), True)
+    assert cycles([call, barrier]) == [["trainer", "server"]]
+
+
 def test_a_call_to_oneself_is_no_cycle() -> None:
     assert cycles([Wait("a", "a", "f", 9.0, call_id=1)]) == []
 
@@ -373,7 +387,7 @@ def test_a_trace_that_cannot_be_written_is_an_error(
     address = workers.agents[0]._runtime.endpoint.addresses[0]
     file = str(tmp_path / "missing" / "trace.json")
     assert main(["trace", "--address", address, "--timeout", "20", "-o", file]) == 1
-    assert "telegrad: [Errno 2] No such file" in capsys.readouterr().err
+    assert "telegrad: cannot write into --out" in capsys.readouterr().err
 
 
 # Text

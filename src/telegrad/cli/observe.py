@@ -193,7 +193,8 @@ def _trace(group: Group, options: argparse.Namespace) -> None:
     try:
         options.out.touch()  # now, and not after the recording
     except OSError as error:
-        raise UsageError(f"cannot write into --out {options.out}: {error.strerror}") from None
+        message = f"cannot write into --out {options.out}: {error.strerror}"
+        raise UsageError(message) from None
     trace = collect_trace(group, options.seconds, options.timeout)
     options.out.write_text(json.dumps(trace))
     for name, note in trace["otherData"].items():

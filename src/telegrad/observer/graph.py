@@ -1,9 +1,11 @@
 """Who waits for whom: an edge for each call, gather or round that a worker waits for.
 
 If w0 waits for w1, a wait of w1 may be the reason: that of the very call which w0 waits for, or one
-outside of all served calls. So each wait leads to others, and waits that lead to each other in a
-circle are a cycle. A cycle is not always a deadlock: a worker that calls another, which calls it
-back, is in a cycle and goes on. If the calls of a cycle are old, it may be a deadlock.
+outside of all served calls. A barrier or gather outside of all served calls is no reason for a
+call: a server waits in `shutdown` while it serves. So each wait leads to others, and waits that
+lead to each other in a circle are a cycle. A cycle is not always a deadlock: a worker that calls
+another, which calls it back, is in a cycle and goes on. If the calls of a cycle are old, it may be
+a deadlock.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Wait(NamedTuple):
     parent: str = ""  # the function that made the call, and for whom it runs
     call_id: int = 0
     parent_call: tuple[str, int] | None = None  # the caller and the id of the call that made it
+    is_gather: bool = False  # a barrier, a gather or a shutdown
 
 
 def waits(replies: Sequence[_Reply]) -> list[Wait]:
@@ -46,7 +49,9 @@ def waits(replies: Sequence[_Reply]) -> list[Wait]:
             if call["direction"] == "made" and call["state"] != "abandoned":
                 found += _call(name, call)
         for gather in snapshot["gathers"]:
-            found += [Wait(name, each, gather["operation"]) for each in gather["missing"]]
+            found += [
+                Wait(name, each, gather["operation"], is_gather=True) for each in gather["missing"]
+            ]
         found += _rounds(name, snapshot.get("parameter_servers"))
     return sorted(found, key=lambda wait: -(wait.age or 0.0))
 
@@ -61,7 +66,8 @@ def _call(name: str, call: dict[str, Any]) -> list[Wait]:
     what = "barrier or gather" if is_gather else call["function"]
     made_by = f"{parent[2]} for {parent[0]}" if parent else ""
     parent_call = (parent[0], parent[1]) if parent else None
-    return [Wait(name, call["peer"], what, call["age"], made_by, call["call_id"], parent_call)]
+    age, call_id = call["age"], call["call_id"]
+    return [Wait(name, call["peer"], what, age, made_by, call_id, parent_call, is_gather)]
 
 
 def _rounds(name: str, shards: Any) -> list[Wait]:
@@ -112,5 +118,7 @@ def _path_back(start: Wait, found: Sequence[Wait]) -> list[Wait] | None:
 def _leads_to(first: Wait, second: Wait) -> bool:
     if first.target != second.waiter:
         return False
-    is_call = bool(first.call_id)
-    return not is_call or second.parent_call in (None, (first.waiter, first.call_id))
+    if first.call_id and second.parent_call not in (None, (first.waiter, first.call_id)):
+        return False
+    is_call = bool(first.call_id) and not first.is_gather
+    return not (is_call and second.is_gather and second.parent_call is None)
