@@ -6,8 +6,10 @@ workers need the options of these groups and their changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +19,24 @@ from telegrad.errors import UsageError
 Options = dict[str, Any]
 
 _PARAMETERS = ("params", "param_names")  # the entries of a group that are no options
+
+
+class RemoteState(defaultdict[Any, Any]):
+    """The attribute `state` of an optimizer that has its state on other workers.
+
+    It is empty, and an attempt to change it is an error, because nothing would come of it.
+    """
+
+    def __missing__(self, key: object) -> Mapping[str, Any]:
+        return MappingProxyType({})
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            "the state of this optimizer is on other workers: read it with state_dict(), and "
+            "change it with load_state_dict()"
+        )
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def group_options(group: dict[str, Any]) -> Options:
