@@ -90,6 +90,10 @@ BEHIND = """\
 A comparison is listed if another library is better, and the middle halves of the rounds do not
 overlap. The largest differences come first.
 """
+ABOUT_LIMITS = (
+    "The ping-pong sleeps while it waits for each message; a call polls for a moment first, so it can "
+    "take less time."
+)
 LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c", "limit/digits")
 
 
@@ -190,7 +194,7 @@ def tables(run: dict[str, Any], lines: list[Line]) -> str:
     torch = run["versions"]["torch"].partition("+")[0]
     return (
         f"\n### Figures on {place(run)[3:]}\n\n{run['machine']['cpu']}, torch {torch}; medians of "
-        f"{rounds_of(lines)} rounds.\n\n{table(lines)}\n{entries(lines)}{limits(lines)}"
+        f"{rounds_of(lines)} rounds, measured {results.measured(run)}.\n\n{table(lines)}\n{entries(lines)}{limits(lines)}"
     )
 
 
@@ -285,7 +289,7 @@ def limits(lines: list[Line]) -> str:
         if line["peer"] == MACHINE and line["case"] in LIMITS and line["median"] is not None
     ]
     texts = "; ".join(f"{line['title']}: {quantity(line)}" for line in own)
-    return f"The limits of that machine: {texts}.\n" if own else ""
+    return f"The limits of that machine: {texts}. {ABOUT_LIMITS}\n" if own else ""
 
 
 def behind(run: dict[str, Any], lines: list[Line]) -> str:

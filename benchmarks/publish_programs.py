@@ -55,8 +55,8 @@ def hosts(path: Path) -> str:
 ## Between two hosts
 
 The hosts are network namespaces of one machine with {run["machine"]["cores"]} cores
-(`python -m benchmarks.hosts`, medians of {results.counted(run["rounds"], "rounds")}). Telegrad and \
-gRPC encrypt their
+(`python -m benchmarks.hosts`, medians of {results.counted(run["rounds"], "rounds")}, \
+{results.measured(run)}). Telegrad and gRPC encrypt their
 connections. torch RPC and Ray do not, and neither does Telegrad in the second column
 (`TELEGRAD_TLS=off`).
 
@@ -94,7 +94,7 @@ def callers(path: Path) -> str:
 
 Each caller is a process that calls a function of a 1-element tensor, with 1 or 64 calls in flight
 ({run["machine"]["cores"]} cores, `python -m benchmarks.callers`, medians of \
-{results.counted(run["rounds"], "rounds")}). Plain Python is a limit: it reads
+{results.counted(run["rounds"], "rounds")}, {results.measured(run)}). Plain Python is a limit: it reads
 all connections on one thread, without deadlines, references or handling of failures.
 
 {table(head, rows)}"""
@@ -125,8 +125,8 @@ def backward(path: Path) -> str:
 
 The first columns are the times of a backward pass ({run["machine"]["cores"]} cores, torch {torch}, \
 one thread in each
-process, `python -m benchmarks.backward`, medians of {results.counted(run["rounds"], "rounds")}). \
-The overhead is the time above that
+process, `python -m benchmarks.backward`, medians of {results.counted(run["rounds"], "rounds")}, \
+{results.measured(run)}). The overhead is the time above that
 of one process. The last columns are torch's overhead divided by Telegrad's: of the backward pass
 alone, and together with the calls before it.{losses}
 

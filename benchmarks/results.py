@@ -316,6 +316,13 @@ def counted(number: int, things: str) -> str:
     return f"{number:,} {word}"
 
 
+def measured(run: dict[str, Any]) -> str:
+    """Return when a run was measured, with its parts: "on 2026-11-19" or "from ... to ..."."""
+    parts = [part for part in (run.get("parts") or {}).values() if "date" in part]
+    days = sorted(each["date"][:10] for each in parts or [run])
+    return f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
+
+
 def number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
