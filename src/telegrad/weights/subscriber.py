@@ -180,6 +180,7 @@ class Subscriber:
         tensors or their views. It does not count writes through `.data`, NumPy, fused optimizers or
         another tensor in the same memory: pull without `have` after these.
         """
+        self._seconds(timeout)  # check it
         if self._closed:
             raise closed_error(self.name)
         if have is not None:
