@@ -255,7 +255,7 @@ class DistributedOptimizer(Optimizer):
         self._runtime: AgentRuntime = self._new_groups[0]["params"][0]._runtime
         self._distribute(range(len(self._new_groups)), self._new_groups)
         super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]
-        self.state = param_groups.RemoteState()
+        self.state: param_groups.RemoteState = param_groups.RemoteState()
         del self._new_groups
 
     def __repr__(self) -> str:

@@ -133,7 +133,7 @@ class Optimizer(optim.Optimizer):
         self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
-        self.state = param_groups.RemoteState()
+        self.state: param_groups.RemoteState = param_groups.RemoteState()
         self._known_ids = self._grouped_ids()
         self.steps: int = 0
         self.staleness: int = 0
