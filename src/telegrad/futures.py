@@ -1,14 +1,17 @@
 """`Future`: a `torch.futures.Future` with `await`, cancellation and a timeout for waiting.
 
-The value is stored in torch's own future, so `torch.futures.wait_all`, `collect_all` and isinstance
-checks work. `wait` blocks here and not in C++, so Ctrl-C can interrupt it, and a thread of Telegrad
-can hand over its duty before it blocks (`thread_roles.py`).
+The value is also stored in torch's own future, so `torch.futures.wait_all`, `collect_all` and
+isinstance checks work. `wait` blocks here and not in C++, so Ctrl-C can interrupt it, and a thread
+of Telegrad can hand over its duty before it blocks (`thread_roles.py`). Callbacks are kept and run
+here, too: those of torch's future discard the exception of a signal handler, and each operation of
+torch's future lets another thread take the interpreter lock.
 
-State: a future is completed at most once. The thread that completes it wakes those who wait, then
-runs the callbacks, so a callback may block until a thread that waited for the future goes on. A
-reply, a deadline, a cancellation and a lost peer may try to complete it at the same time: the first
-call of `_try_complete` wins, and the others return False. `_settled`, `_cancelled`, `_error`,
-`_completed` and `_callers` are changed under `_lock`, one lock for all futures, which is held only
+State: a future is completed at most once, in two steps. `_settle` stores the outcome. A reply, a
+deadline, a cancellation and a lost peer may try to do so at the same time: the first call wins, and
+the others return False. `_announce` wakes those who wait, then runs the callbacks, so a callback
+may block until a thread that waited for the future goes on. The event loop settles several futures
+before it announces them. `_settled`, `_announced`, `_cancelled`, `_error`, `_completed`,
+`_callbacks` and `_callers` are changed under `_lock`, one lock for all futures, which is held only
 for assignments.
 
 The exception of a call is stored in `_error`. Raising it adds a traceback, whose frames often refer
@@ -23,6 +26,8 @@ import contextvars
 import copy
 import functools
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -42,14 +47,19 @@ from telegrad.timeouts import time_limit
 T = TypeVar("T")
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
+_log = logging.getLogger(__name__)
+
+
+Callback = Callable[[Any], object]
 
 
 class CompletionListener(Protocol):
     """An object that is notified of the outcome of a call: a `Future`, or one without waiting.
 
-    `_try_complete` stores the first outcome and returns False for later ones. The connection that
-    sends the call sets `_on_cancel`, and `_device_copies`, the copies between devices that the
-    result needs. `_callback_codes` identifies the code that runs when the call is complete.
+    `_settle` stores the first outcome and returns False for later ones. After it, `_announce` must
+    be called, which may run code of the user; `_try_complete` does both. The connection that sends
+    the call sets `_on_cancel`, and `_device_copies`, the copies between devices that the result
+    needs. `_callback_codes` identifies the code that runs when the call is complete.
     """
 
     _device_copies: Sequence[Any]
@@ -58,6 +68,8 @@ class CompletionListener(Protocol):
     @property
     def _callback_codes(self) -> tuple[Hashable, ...]: ...
     def done(self) -> bool: ...
+    def _settle(self, value: Any, error: Exception | None) -> bool: ...
+    def _announce(self) -> None: ...
     def _try_complete(self, value: Any, error: Exception | None) -> bool: ...
 
 
@@ -78,14 +90,16 @@ class Future(torch.futures.Future[T]):
     """
 
     _settled = False
+    _announced = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None  # tells the callee
     _completed: thread_roles.OneShotEvent | None = None  # made by the first thread that waits
     _callers = 0  # how many remote callers wait for this future
+    _result: Any = None
     _error: Exception | None = None
     _device_copies: Sequence[Any] = ()  # copies between devices that write tensors of the result
     _on_devices = False
-    _callback_codes: tuple[Hashable, ...] = ()  # identifies the code of the callbacks
+    _callbacks: tuple[tuple[Callback, Hashable], ...] = ()  # each with what identifies its code
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         """Make a future that is not complete.
@@ -115,7 +129,10 @@ class Future(torch.futures.Future[T]):
             raise self._error
         for device_copy in self._device_copies:
             device_copy.wait_on_current_stream()  # pragma: gpu
-        return super().value()
+        if not self._announced and not self.done():
+            return super().value()  # raises torch's error
+        result: T = self._result
+        return result
 
     def result(self, timeout: float | None = None) -> T:
         """Like `wait`, but raise `TimeoutError` after `timeout` seconds. The call goes on."""
@@ -171,12 +188,9 @@ class Future(torch.futures.Future[T]):
             )
         chained: Future[S] = Future()
         context = contextvars.copy_context()
-        runs = itertools.count()  # its `next` is atomic
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
-                if next(runs):
-                    return
                 value = context.run(callback, done)
             except RuntimeError as error:
                 chained._try_complete(None, error)
@@ -186,9 +200,6 @@ class Future(torch.futures.Future[T]):
                 chained._try_complete(value, None)
 
         self._add_callback(run, _code_of(callback))
-        # As in `_block`: torch may have discarded an exception that a signal handler raised.
-        if self.done() and not chained.done():
-            run(self)
         return chained
 
     def follow(
@@ -240,16 +251,28 @@ class Future(torch.futures.Future[T]):
             self._try_complete(outcome, None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Call `callback(self)` when the future is complete. Callbacks run in order of addition."""
+        """Call `callback(self)` when the future is complete. Callbacks run in order of addition.
+
+        What a callback raises is logged.
+        """
         self._add_callback(callback, _code_of(callback))
 
-    def _add_callback(
-        self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable
-    ) -> None:
-        self._callback_codes = (*self._callback_codes, code)
-        if not self.done():
-            self._completion_event()  # torch calls its callback first, as it was added first
-        super().add_done_callback(callback)
+    def _add_callback(self, callback: Callback, code: Hashable) -> None:
+        if self._on_devices:  # pragma: gpu
+            super().add_done_callback(callback)  # type: ignore[arg-type]  # on streams of torch's
+            return
+        with _lock:
+            if not self._announced:
+                self._callbacks = (*self._callbacks, (callback, code))
+                return
+        try:
+            callback(self)
+        except BaseException as error:
+            _log_failure(callback, error)
+
+    @property
+    def _callback_codes(self) -> tuple[Hashable, ...]:
+        return tuple([code for _, code in self._callbacks])
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -274,7 +297,7 @@ class Future(torch.futures.Future[T]):
                 self.cancel()
 
         waiter.add_done_callback(cancel_call)
-        super().add_done_callback(wake_in_loop)
+        self._add_callback(wake_in_loop, wake_in_loop.__code__)
         return waiter
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -301,9 +324,19 @@ class Future(torch.futures.Future[T]):
             )
 
     def _try_complete(self, value: Any, error: Exception | None) -> bool:
-        """Complete the future. Return False if it was already complete.
+        """Complete the future. Return False if it was already complete."""
+        settled = True
+        try:
+            settled = self._settle(value, error)
+        finally:  # even if a signal handler raised: threads that wait must be woken
+            if settled and self.done():
+                self._announce()
+        return settled
 
-        The flag is set before the value, so that exactly one of several threads completes it.
+    def _settle(self, value: Any, error: Exception | None) -> bool:
+        """Store the outcome. Return False if there is one already.
+
+        The flag is set before the value, so that exactly one of several threads stores it.
         """
         with _lock:
             if self._settled:
@@ -311,23 +344,53 @@ class Future(torch.futures.Future[T]):
             self._settled = True
             self._cancelled = isinstance(error, CallCancelled)
             self._error = error
+            self._result = value
         try:
             if error is not None:
                 self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
                 value = _copy_without_traceback(error)
-        finally:  # even if a signal handler raised: threads that wait must be woken
+        finally:  # even if a signal handler raised
             torch._C.Future.set_result(self, value)
         return True
+
+    def _announce(self) -> None:
+        """Wake the threads that wait, then run the callbacks. Further calls do nothing."""
+        position, is_first = 0, False
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if not is_first:
+                    with _lock:
+                        if self._announced:
+                            return
+                        # from now on, no callback is added
+                        is_first = self._announced = True
+                if self._completed is not None:
+                    self._completed.set()
+                callbacks = self._callbacks
+                while position < len(callbacks):
+                    callback = callbacks[position][0]
+                    position += 1
+                    try:
+                        callback(self)
+                    except BaseException as error:
+                        _log_failure(callback, error)
+                self._callbacks = ()
+                break
+            except BaseException as error:  # of a signal handler: the rest must run nevertheless
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _completion_event(self) -> thread_roles.OneShotEvent:
         """Return the event that is set when the future completes. There is one for all waits."""
         with _lock:
-            event = self._completed
-            if event is not None:
-                return event
-            event = self._completed = thread_roles.OneShotEvent()
-        super().add_done_callback(lambda _: event.set())
-        return event
+            event = self._completed or thread_roles.OneShotEvent()
+            if self._announced:
+                event.is_set = True
+            else:
+                self._completed = event
+            return event
 
     def _block_until_done(self, timeout: float | None) -> None:
         limit = time_limit(timeout)
@@ -339,8 +402,6 @@ class Future(torch.futures.Future[T]):
         role = thread_roles.pause()
         try:
             event = self._completion_event()
-            # If the future has just completed, torch called `event.open` in this thread and would
-            # have discarded an exception of a signal handler there. So do not rely on the event.
             return self.done() or event.wait(timeout)
         finally:
             thread_roles.resume(role)
@@ -427,6 +488,15 @@ def _code_of(callback: Callable[..., Any]) -> Hashable:
     function = getattr(callback, "func", callback)  # the function of a `functools.partial`
     code: Hashable = getattr(function, "__code__", None)
     return code or type(function).__qualname__
+
+
+def _log_failure(callback: Callback, error: BaseException) -> None:
+    """Log what a callback raised. Raise it again if it may be that of a signal handler."""
+    if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+        raise error
+    function = getattr(callback, "func", callback)
+    name = getattr(function, "__qualname__", None) or repr(callback)
+    _log.error("a callback of a future failed: %s", name, exc_info=error)
 
 
 def _cancel(future: torch.futures.Future[Any]) -> None:

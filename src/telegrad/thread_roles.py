@@ -43,10 +43,13 @@ them, so there is no lock. A thread without a role, such as one of the user, ski
 from __future__ import annotations
 
 import _thread
+import collections
 import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Protocol
+
+_release = _thread.LockType.release
 
 
 class DelayedPause(Protocol):
@@ -102,12 +105,11 @@ class OneShotEvent:
     def set(self) -> None:
         """Let all threads that wait go on, now and later."""
         self.is_set = True
-        while True:
-            try:
-                waiter = self._waiters.pop()
-            except IndexError:
-                return
-            waiter.release()
+        try:
+            # One C call: no signal handler runs between removing a lock and releasing it.
+            collections.deque(map(_release, iter(self._waiters.pop, None)), 0)
+        except IndexError:  # there are no more
+            return
 
 
 def _lock_timeout(timeout: float | None) -> float:

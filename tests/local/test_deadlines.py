@@ -293,7 +293,7 @@ def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(
     """It answers a call that it did not begin with an empty reply."""
     multiplexed = cluster(2)["w0"]._runtime.peers.reach("w1").multiplexed
     future: Future[int] = Future()
-    multiplexed._complete(
+    multiplexed._settle(
         PendingCall(future, math.inf, 1.0, "slow", False, None, []),
         Frame.of(Kind.REPLY, 0, 1, 0, 0, b"", ()),
     )

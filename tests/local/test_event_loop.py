@@ -7,16 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from telegrad import Future, batched, thread_roles
 from telegrad.agent import Agent
+from telegrad.errors import ProtocolError
 from telegrad.messages.remote_functions import DeferredReply
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
-from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
+from telegrad.scheduling.event_loop import _FRAMES_PER_READ, _SMALL_FRAME, EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.server import connection
@@ -204,7 +205,7 @@ def test_a_call_that_blocks_does_not_hold_up_the_others(
 
 
 def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
-    cluster: Clusters,
+    cluster: Clusters, in_background: Any
 ) -> None:
     workers = cluster(3)
     w1 = workers["w1"]
@@ -221,7 +222,8 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
         w1._runtime.clock.remove_listener(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
-    futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
+    # in another thread: the calls block, too, once they are not read
+    submitting = in_background(lambda: [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)])
     server_connection = next(
         each
         for each in workers["w0"]._runtime.listener.connections
@@ -231,6 +233,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
         until(lambda: server_connection.watched_events == select.EPOLLOUT)
     assert workers["w2"].call("w0", abs, -2) == 2
     awake.set()
+    futures = submitting.result(PATIENCE)
     assert all(len(future.result(PATIENCE)) == 1 << 13 for future in futures)
     assert not peer.lost
 
@@ -257,13 +260,19 @@ class Recorder(LoopConnection):
         self.over.set()
 
 
+class MakeLine(Protocol):
+    """The fixture `line`."""
+
+    def __call__(self, recorder: type[Recorder] = Recorder) -> Line: ...
+
+
 class Line:
     """A recorder, and the other end of what it reads."""
 
-    def __init__(self, loop: EventLoops) -> None:
+    def __init__(self, loop: EventLoops, make: type[Recorder]) -> None:
         near, far = socket.socketpair()
         self.far = StreamChannel(far, BufferPool(), 1 << 30)
-        self.recorder = Recorder(StreamChannel(near, BufferPool(), 1 << 30))
+        self.recorder: Any = make(StreamChannel(near, BufferPool(), 1 << 30))
         self._loop = loop
 
     def add(self) -> None:
@@ -281,11 +290,11 @@ def agent(cluster: Clusters) -> Agent:
 
 
 @pytest.fixture
-def line(agent: Agent) -> Iterator[Callable[[], Line]]:
+def line(agent: Agent) -> Iterator[MakeLine]:
     lines: list[Line] = []
 
-    def make() -> Line:
-        lines.append(Line(agent._runtime.event_loops))
+    def make(recorder: type[Recorder] = Recorder) -> Line:
+        lines.append(Line(agent._runtime.event_loops, recorder))
         return lines[-1]
 
     yield make
@@ -297,7 +306,7 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], Line]) -> None:
+def test_what_is_left_is_done_once_after_all_that_was_there(line: MakeLine) -> None:
     one, two = line(), line()
     done: list[Any] = []
     finished = threading.Event()
@@ -319,7 +328,7 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> None:
+def test_an_alarm_rings_on_the_thread_that_reads(line: MakeLine) -> None:
     one = line()
     rang: list[int] = []
     finished = threading.Event()
@@ -340,7 +349,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line]) -> None:
+def test_one_connection_does_not_keep_the_others_waiting(line: MakeLine) -> None:
     one, two = line(), line()
     order: list[str] = []
     many = 4 * _FRAMES_PER_READ
@@ -363,9 +372,7 @@ def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line
     assert order.index("two") <= many / 2
 
 
-def test_a_large_frame_is_received_beside_the_loop(
-    line: Callable[[], Line], in_background: Any
-) -> None:
+def test_a_large_frame_is_received_beside_the_loop(line: MakeLine, in_background: Any) -> None:
     one, two = line(), line()
     one.add()
     two.add()
@@ -385,7 +392,7 @@ def test_a_large_frame_is_received_beside_the_loop(
     until(lambda: one.recorder.calls == [5, 6])
 
 
-def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Line]) -> None:
+def test_who_holds_up_its_own_connection_holds_up_no_other(line: MakeLine) -> None:
     one, two = line(), line()
     held, go = threading.Event(), threading.Event()
 
@@ -409,6 +416,87 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     until(lambda: one.recorder.calls == [1, 2, 3])
 
 
+class Postponing(Recorder):
+    """Leaves a part of every frame for later; `act_later` is what it does with one."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
+        self.act_later: Callable[[int], object] = lambda _: None
+
+    def handle(self, frame: Frame) -> None:
+        super().handle(frame)
+        self.unfinished.append(frame.call_id)
+
+    def finish(self) -> None:
+        epoch = self.loop.own_epoch
+        while self.unfinished and self.loop.epoch == epoch:
+            call = self.unfinished.popleft()
+            self.calls.append(f"later {call}")
+            self.act_later(call)
+
+    def on_ended(self, error: BaseException) -> None:
+        self.calls.append("ended")
+        super().on_ended(error)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_what_frames_leave_for_later_is_done_when_all_that_are_here_were_handled(
+    line: MakeLine,
+) -> None:
+    one = line(Postponing)
+    one.send(1, 2, 3)
+    one.add()
+    until(lambda: len(one.recorder.calls) == 6)
+    assert one.recorder.calls == [1, 2, 3, "later 1", "later 2", "later 3"]
+
+
+def test_a_large_frame_lets_what_was_left_for_later_be_done_first(line: MakeLine) -> None:
+    one = line(Postponing)
+    one.far.cork(Kind.CALL, 1, b"x")
+    one.far.cork(Kind.CALL, 2, bytes(_SMALL_FRAME + 1))
+    one.far.cork(Kind.CALL, 3, b"x")
+    one.far.cork(Kind.CALL, 4, b"x")
+    assert one.far.flush_nowait()
+    one.add()
+    until(lambda: len(one.recorder.calls) == 8)
+    assert one.recorder.calls == [
+        *(1, 2, "later 1", "later 2"),
+        *(3, 4, "later 3", "later 4"),
+    ]
+
+
+def test_who_blocks_in_what_was_left_for_later_does_not_hold_up_the_rest(
+    line: MakeLine,
+) -> None:
+    one, meeting = line(Postponing), threading.Barrier(3)
+    one.recorder.act_later = lambda _: meeting.wait(PATIENCE)
+    one.send(1, 2, 3)
+    one.add()
+    until(lambda: len(one.recorder.calls) == 6)
+    one.send(4)
+    until(lambda: 4 in one.recorder.calls)
+    meeting.abort()
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["", "blocks"])
+def test_what_was_left_for_later_is_done_before_a_connection_ends(
+    line: MakeLine, blocks: bool
+) -> None:
+    one, meeting = line(Postponing), threading.Barrier(2)
+
+    def refuse(frame: Frame) -> None:
+        if frame.call_id == 3:
+            raise ProtocolError("no third frame")
+
+    one.recorder.act = refuse
+    if blocks:  # another thread leads when the second of them is done
+        one.recorder.act_later = lambda _: meeting.wait(PATIENCE)
+    one.send(1, 2, 3)
+    one.add()
+    assert one.recorder.over.wait(PATIENCE)
+    assert one.recorder.calls == [1, 2, 3, "later 1", "later 2", "ended"]
+
+
 class LateLock:
     """A lock that one thread takes late: `before` runs first, once."""
 
@@ -426,7 +514,7 @@ class LateLock:
 
 
 def test_a_late_tick_leaves_the_loop_to_who_handles_the_next_frame(
-    agent: Agent, line: Callable[[], Line], monkeypatch: pytest.MonkeyPatch
+    agent: Agent, line: MakeLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, (loop,) = line(), agent._runtime.event_loops
     begun, may_end = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
@@ -451,9 +539,7 @@ def test_a_late_tick_leaves_the_loop_to_who_handles_the_next_frame(
     may_end[1].set()
 
 
-def test_an_unexpected_error_ends_its_connection_only(
-    line: Callable[[], Line], caplog: Any
-) -> None:
+def test_an_unexpected_error_ends_its_connection_only(line: MakeLine, caplog: Any) -> None:
     one, two = line(), line()
 
     def fail(_: Frame) -> None:
@@ -469,7 +555,7 @@ def test_an_unexpected_error_ends_its_connection_only(
     assert "unexpected" in caplog.text
 
 
-def test_nothing_is_read_after_the_end(cluster: Clusters, line: Callable[[], Line]) -> None:
+def test_nothing_is_read_after_the_end(cluster: Clusters, line: MakeLine) -> None:
     agent = cluster(1)["w0"]
     agent.close()
     with pytest.raises(ChannelClosed):
@@ -486,7 +572,7 @@ def count(numbers: list[int]) -> list[int]:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> None:
+def test_calls_that_arrive_together_run_together(line: MakeLine) -> None:
     sizes.clear()
     answers: list[int] = []
 
@@ -507,7 +593,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 @pytest.mark.usefixtures("undisturbed")
 def test_replies_to_earlier_calls_are_sent_before_a_nested_call_waits(
-    line: Callable[[], Line],
+    line: MakeLine,
 ) -> None:
     one, failures = line(), list[BaseException]()
     finished = threading.Event()
@@ -605,7 +691,7 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_rest")
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
-    agent: Agent, line: Callable[[], Line]
+    agent: Agent, line: MakeLine
 ) -> None:
     # nobody leads this loop but this test
     one, loop = line(), EventLoop(agent._runtime.threads, agent._runtime.clock)
@@ -623,7 +709,7 @@ def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
 
 @pytest.mark.usefixtures("no_rest")
 def test_a_connection_that_is_always_readable_does_not_keep_the_others_waiting(
-    agent: Agent, line: Callable[[], Line]
+    agent: Agent, line: MakeLine
 ) -> None:
     # nobody leads this loop but this test
     one, two = line(), line()

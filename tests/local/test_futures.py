@@ -335,6 +335,67 @@ def test_a_callback_that_raises_harms_nobody(w0: Agent) -> None:
     assert w0.submit("w1", abs, -4).wait() == 4
 
 
+def test_what_a_callback_raises_is_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    early: Future[int] = Future()
+    early.add_done_callback(lambda _: fail("early"))
+    early.set_result(1)
+    early.add_done_callback(partial(fail_with, "late"))  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a callback of a future failed: "
+        "test_what_a_callback_raises_is_logged_with_its_name.<locals>.<lambda>",
+        "a callback of a future failed: fail_with",
+    ]
+    assert "early" in caplog.text
+    assert "late" in caplog.text
+
+
+def fail_with(message: str, _: object) -> None:
+    fail(message)
+
+
+def test_an_interrupted_completion_wakes_everybody_and_runs_the_other_callbacks() -> None:
+    future: Future[int] = Future()
+    ran: list[str] = []
+
+    def interrupt(_: object) -> None:  # as a signal handler does while a callback runs
+        ran.append("interrupted")
+        raise KeyboardInterrupt
+
+    future.add_done_callback(interrupt)
+    future.add_done_callback(lambda _: ran.append("second"))
+    chained = future.then(lambda done: done.value() + 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(future.wait)
+        until(lambda: future._completed is not None)
+        with pytest.raises(KeyboardInterrupt):
+            future.set_result(1)
+        assert waiter.result(PATIENCE) == 1
+    assert ran == ["interrupted", "second"]
+    assert chained.result(PATIENCE) == 2
+
+
+def test_other_threads_log_what_ends_a_callback(caplog: pytest.LogCaptureFixture) -> None:
+    future: Future[int] = Future()
+    future.add_done_callback(lambda _: sys.exit(3))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(future.set_result, 1).result(PATIENCE)
+    assert "SystemExit: 3" in caplog.text
+
+
+def test_a_future_that_is_settled_takes_callbacks_until_it_is_announced() -> None:
+    future: Future[int] = Future()
+    values: list[int] = []
+    assert future._settle(1, None)
+    assert future.done()
+    assert future.wait() == future.result() == 1
+    future.add_done_callback(lambda done: values.append(done.value()))
+    assert not future._try_complete(2, None)  # and does not announce it either
+    assert values == []
+    future._announce()
+    future.add_done_callback(lambda done: values.append(done.value()))
+    assert values == [1, 1]
+
+
 # torch's own functions
 
 

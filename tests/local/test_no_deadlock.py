@@ -333,6 +333,27 @@ def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:
     assert chained.result(PATIENCE) == 6
 
 
+def test_callbacks_of_replies_that_arrive_together_may_wait_for_each_other(w0: Agent) -> None:
+    w0.submit("w1", abs, -1).wait()
+    loops, clock = list(w0._runtime.event_loops), w0._runtime.clock
+    asleep, awake, meeting = threading.Event(), threading.Event(), threading.Barrier(3)
+
+    def sleep(_: object) -> None:
+        asleep.set()
+        awake.wait(PATIENCE)
+
+    for loop in loops:  # nothing is read while the leader sleeps
+        clock.remove_listener(loop)
+    w0.submit("w1", abs, -1).add_done_callback(sleep)
+    assert asleep.wait(PATIENCE)
+    chained = [w0.submit("w1", abs, -1).then(lambda _: meeting.wait(PATIENCE)) for _ in range(3)]
+    assert w0.call("w1", abs, -2) == 2  # the replies to the calls before it have been sent
+    for loop in loops:
+        clock.add_listener(loop)
+    awake.set()
+    assert sorted(future.result(PATIENCE) for future in chained) == [0, 1, 2]
+
+
 def test_callbacks_that_wait_for_each_other(w0: Agent, gate: Gate) -> None:
     meeting = threading.Barrier(10)
     chained = [

@@ -26,7 +26,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
@@ -185,8 +185,7 @@ class MultiplexedConnection(LoopConnection):
         self._queue: collections.deque[_QueuedCall] | None = collections.deque()
         self._lock = new_lock()
         self._queued_replies: dict[int, tuple[PendingCall, Frame]] = {}
-        # the callbacks that the leader of the event loop runs
-        self._running_callbacks: tuple[Hashable, ...] = ()
+        self._announcing: CompletionListener | None = None  # by the leader of the event loop
         self._slow_callbacks = SlowCallbacks()
 
     def __repr__(self) -> str:
@@ -433,12 +432,13 @@ class MultiplexedConnection(LoopConnection):
                 outcome = "ok" if frame.kind == _REPLY else "failed"
                 size = message_bytes(frame.body, frame.buffers)
                 self._record_end(frame.call_id, pending, outcome, size)
-                callbacks = pending.listener._callback_codes
-                if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
+                if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(
+                    pending.listener._callback_codes
+                ):
                     self._complete_on_executor(frame.call_id, pending, frame)
                 else:
-                    self._running_callbacks = callbacks
-                    self._complete(pending, frame)
+                    self.unfinished.append(pending.listener)  # first: whatever `_settle` raises
+                    self._settle(pending, frame)
         elif frame.kind == Kind.LEAVE:
             self._peer.peer_left(frame)
         elif frame.kind == Kind.CLOSE:
@@ -446,8 +446,8 @@ class MultiplexedConnection(LoopConnection):
         elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"received a frame of kind {frame.kind} where a reply was due")
 
-    def _complete(self, pending: PendingCall, frame: Frame) -> None:
-        """Complete a future with a reply.
+    def _settle(self, pending: PendingCall, frame: Frame) -> None:
+        """Store the outcome of a call that has been replied to.
 
         Unpickling runs code of the user, which may raise anything.
         """
@@ -474,11 +474,30 @@ class MultiplexedConnection(LoopConnection):
             error = self._codec.undecodable(pending.call, failure)
         finally:
             del frame  # callbacks of a future may run for long
-            pending.listener._try_complete(value, error)
+            pending.listener._settle(value, error)
+
+    def finish(self) -> None:
+        """Announce the calls that have been settled. If a callback blocks, another leader goes on.
+
+        Settling first: if the thread that is woken by the first call wants the interpreter lock,
+        each operation on a future of torch hands it over.
+        """
+        loop, settled = self.loop, self.unfinished
+        epoch = loop.own_epoch
+        while settled and loop.epoch == epoch:
+            try:
+                self._announcing = listener = settled.popleft()
+            except IndexError:  # another thread leads the loop by now
+                return
+            loop.note_progress()
+            if listener.done():  # not if storing the outcome failed
+                listener._announce()
+        self._announcing = None
 
     def on_blocked(self) -> None:
         """Run the callbacks that block the leader of the event loop on the executor from now on."""
-        self._slow_callbacks.mark(self._running_callbacks)
+        if self._announcing is not None:
+            self._slow_callbacks.mark(self._announcing._callback_codes)
 
     def _complete_on_executor(self, call_id: int, pending: PendingCall, frame: Frame) -> None:
         self._queued_replies[call_id] = pending, frame
@@ -491,9 +510,14 @@ class MultiplexedConnection(LoopConnection):
         queued = self._queued_replies.pop(call_id, None)
         if queued is None:
             return
-        callbacks = queued[0].listener._callback_codes
+        listener = queued[0].listener
+        callbacks = listener._callback_codes
         started, waited = time.perf_counter(), thread_roles.waited_seconds()
-        self._complete(*queued)
+        try:
+            self._settle(*queued)
+        finally:
+            if listener.done():
+                listener._announce()
         seconds = time.perf_counter() - started - (thread_roles.waited_seconds() - waited)
         self._slow_callbacks.add_duration(callbacks, seconds)
 

@@ -11,9 +11,8 @@ lives while its call waits at the owner.
 A proxy calls the methods of the object. A call is one round trip, whatever the type of the object:
 the proxy sends the name of the method (`owner_calls.method`) and does not ask for the type first.
 
-`Creation` is the state of a `remote` call at the worker that made it. It has the attributes and
-methods of `Future` that the connection uses to complete a call (`_device_copies`, `_on_cancel`,
-`_callback_codes`, `_try_complete`), so that `remote` does not make a future for every object.
+`Creation` is the state of a `remote` call at the worker that made it. It is a `CompletionListener`
+as a `Future` is, so that `remote` does not make a future for every object.
 """
 
 from __future__ import annotations
@@ -117,32 +116,46 @@ class Creation:
     def _ended(self, future: Any) -> None:
         self._try_complete(None, future._error)
 
-    def _try_complete(self, value: Any, error: Exception | None) -> bool:
-        """End the creation; return False if it had ended before.
+    def _settle(self, value: Any, error: Exception | None) -> bool:
+        """Store the outcome. Return False if there is one already."""
+        with _completion_lock:
+            if self._done:
+                return False
+            self.error, self._done = error, True
+            return True
+
+    def _announce(self) -> None:
+        """End the creation.
 
         If it failed before the owner knew the object (the call was not sent, or its arguments could
         not be unpickled), tell the owner not to wait for it. If the owner knows the object, that
         message has no effect.
         """
-        first = False
+        error = self.error
         try:
-            with _completion_lock:
-                if not self._done:
-                    self.error, self._done, first = error, True, True
             self._manager.pending_creations.discard(self._key)
             may_be_created = (
                 error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
             )
-            if first and not may_be_created:
+            if not may_be_created:
                 self._manager.void_creation(self._owner_name, self._owner, self._key, error)
         except Exception:
             _log.exception(
                 "could not tell worker %r that an object will not be created", self._owner_name
             )
         finally:  # wake waiting threads even if a signal handler raised
-            if self._done and self._future is not None:
-                self._future._try_complete(None, self.error)
-        return first
+            if self._future is not None:
+                self._future._try_complete(None, error)
+
+    def _try_complete(self, value: Any, error: Exception | None) -> bool:
+        """Do both. Return False if the creation had ended before."""
+        settled = True
+        try:
+            settled = self._settle(value, error)
+        finally:  # even if a signal handler raised
+            if settled and self._done:
+                self._announce()
+        return settled
 
 
 class Proxy:

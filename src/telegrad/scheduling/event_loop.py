@@ -14,7 +14,10 @@ another thread
 - or when the clock finds it inside the same frame at two consecutive ticks (`tick`).
 
 Then the new leader continues with the next frame and the former leader with its call, after which
-its thread ends. A connection becomes *ready* when epoll reports it or when it is posted (`post`);
+its thread ends. What a connection can do for several frames together, such as waking those who wait
+for replies, it does when all frames that are here have been handled (`unfinished`, `finish`).
+
+A connection becomes *ready* when epoll reports it or when it is posted (`post`);
 `ConnectionPoller` says which connections are not read. The rest of a frame of more than
 `_LARGE_FRAME` bytes is received by a thread of its own, so that it does not delay the others.
 
@@ -46,13 +49,20 @@ from telegrad.scheduling.executor import Job, ThreadPool
 from telegrad.scheduling.poller import READ, WRITE, ConnectionPoller, LoopConnection
 from telegrad.spinning import SPIN_SECONDS, spinning
 from telegrad.transport.channel import ChannelClosed
+from telegrad.wire.frames import Frame
 
 _FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
+_SMALL_FRAME = 1 << 12  # bytes of a frame that takes little time to handle
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
 _POLLS_PER_EPOLL = 16  # polls of the last connection for each poll of all connections
 _POLL_ALL_SECONDS = 0.0002  # after which all connections are polled, however busy the last one is
 _now = time.monotonic
 _log = logging.getLogger(__name__)
+
+
+def _takes_long(frame: Frame) -> bool:
+    """Return whether handling a frame has taken so long that nobody should wait for the next."""
+    return bool(frame.buffers) or len(frame.body) > _SMALL_FRAME
 
 
 class _LoopThreadState(threading.local):
@@ -184,28 +194,34 @@ class EventLoop(ConnectionPoller):
         """Handle the frames of the current connection. Return False if another thread leads now."""
         connection = self._current
         assert connection is not None
-        channel, lock = connection.channel, self._lock
-        next_frame, received = channel.next_frame, connection.received
-        clock, count = self._clock, 0
+        if connection.error is not None:
+            return self._finish_ended(connection, connection.error, epoch)
+        channel, lock, clock = connection.channel, self._lock, self._clock
+        next_frame, unfinished, count = channel.next_frame, connection.unfinished, 0
         try:
             if connection.readable:
                 connection.readable = False
                 channel.receive()
-            while count < _FRAMES_PER_READ:
-                frame = next_frame() if not received else connection.take_received()
-                if frame is None:
-                    break
-                count += 1
+            frame = connection.take_received() if connection.received else next_frame()
+            while frame is not None or unfinished:
                 self._handled += 1
                 self._busy = True
                 if not clock.is_ticking:  # read after `_busy` is set: see `Clock._stop_ticking`
                     clock.start_ticking()
-                connection.handle(frame)
-                del frame  # it may keep shared memory of the sender
+                if frame is None:
+                    connection.finish()
+                    must_finish = False
+                else:
+                    count += 1
+                    connection.handle(frame)
+                    must_finish = bool(unfinished) and _takes_long(frame)
+                    frame = None  # it may keep shared memory of the sender
                 with lock:
                     if self._epoch != epoch:
                         return False
                     self._busy = False
+                if count < _FRAMES_PER_READ and not must_finish:
+                    frame = next_frame()
             channel.flush_nowait()
             if connection.calls_on_flushed:
                 connection.on_flushed()
@@ -224,13 +240,24 @@ class EventLoop(ConnectionPoller):
         return True
 
     def _end_connection(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
-        """End a connection. Return False if another thread leads now: then that thread ends it."""
+        """Note that a connection has ended. Return False if another thread leads: it does so."""
         with self._lock:
             if self._epoch != epoch:
                 connection.channel.shutdown()
                 return False
             self._remove(connection)
-            self._current = None
+            connection.error = error
+        return True  # `_current` is still this connection
+
+    def _finish_ended(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
+        """Do what is left to do for a connection that has ended.
+
+        Return False if another thread leads now, which does the rest.
+        """
+        while connection.unfinished:
+            if not self._run_job(connection.finish, epoch):
+                return False
+        self._current = None
         return self._run_job(lambda: connection.on_ended(error), epoch)
 
     def _receive_large(self, connection: LoopConnection) -> None:
@@ -529,13 +556,18 @@ class EventLoop(ConnectionPoller):
                 connection.on_blocked()  # before the new leader handles a frame of the connection
             return True
 
+    def note_progress(self) -> None:
+        """Count a part of what the leader handles as a frame of its own. The leader calls this."""
+        self._handled += 1
+
     # Requests of the leader's thread (see `LeaderRole`)
 
     def has_more_input(self, epoch: int) -> bool:
         """Return whether the thread of `epoch` leads and will handle another frame at once."""
         current = self._current
         return self._epoch == epoch and bool(
-            self._ready or (current is not None and current.channel.has_frame())
+            self._ready
+            or (current is not None and (current.unfinished or current.channel.has_frame()))
         )
 
     def run_when_idle(self, epoch: int, key: Hashable, job: Job) -> bool:

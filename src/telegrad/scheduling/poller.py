@@ -11,9 +11,9 @@ not read while
 - another thread receives a large frame from it (`receives_large_frame`).
 
 State of a `LoopConnection`: `hold_count`, `watched_events` and `fd` are changed under the lock of
-the loop; `queued` and `readable` belong to the leader of the loop; `received` and
-`receives_large_frame` are set by the leader and by the thread that receives a large frame, one
-after the other.
+the loop; `queued`, `readable`, `error` and `unfinished` belong to the leader of the loop;
+`received` and `receives_large_frame` are set by the leader and by the thread that receives a large
+frame, one after the other.
 
 State of a `ConnectionPoller`: `_connections` (all of them), `_by_fd` (those that epoll watches) and
 the registrations with epoll are changed under `_lock`.
@@ -26,8 +26,9 @@ import logging
 import os
 import select
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from telegrad.errors import InternalError
 from telegrad.locks import new_lock
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.wire.frames import Frame, Kind
@@ -51,6 +52,7 @@ class LoopConnection(ABC):
     )
     # The following attributes are set by the event loop only.
     queued = False  # in the loop's queue of connections that are ready
+    error: BaseException | None = None  # why the connection has ended
     readable = False  # epoll has reported bytes that were not received yet
     receives_large_frame = False  # another thread receives the rest of a large frame
     hold_count = 0  # threads that asked the loop not to read this connection
@@ -64,6 +66,8 @@ class LoopConnection(ABC):
     def __init__(self) -> None:
         # frames, or the error, that another thread received; handled before those of the channel
         self.received: collections.deque[Frame | BaseException] = collections.deque()
+        # what `handle` has left for `finish`
+        self.unfinished: collections.deque[Any] = collections.deque()
 
     def take_received(self) -> Frame:
         """Return the next frame that another thread received, or raise its error."""
@@ -75,6 +79,14 @@ class LoopConnection(ABC):
     @abstractmethod
     def handle(self, frame: Frame) -> None:
         """Handle one frame. `ChannelClosed` and `ProtocolError` end the connection."""
+
+    def finish(self) -> None:
+        """Do what `handle` has left in `unfinished`, at most as long as this thread leads the loop.
+
+        Called when all frames that are here have been handled, or after a large one. If another
+        thread leads the loop then, it calls this again.
+        """
+        raise InternalError(f"{type(self).__name__} leaves nothing unfinished")
 
     @abstractmethod
     def on_ended(self, error: BaseException) -> None:
