@@ -165,7 +165,8 @@ class PeerLost(TelegradError, ConnectionError):
     """The other worker died, left, or cannot be reached.
 
     `leave_reason` is the reason that it sent before it left, if any. `sent` is False if the call
-    was not sent to the callee.
+    was not sent to the callee. `expelled` is True if the other worker has declared this one lost,
+    because it was silent for too long: to go on, this worker must join the group again.
     """
 
     def __init__(
@@ -176,10 +177,12 @@ class PeerLost(TelegradError, ConnectionError):
         call: str | None = None,
         leave_reason: str = "",
         sent: bool = True,
+        expelled: bool = False,
     ) -> None:
         super().__init__(message, peer=peer, call=call)
         self.leave_reason = leave_reason
         self.sent = sent
+        self.expelled = expelled
 
 
 class GroupBroken(PeerLost):

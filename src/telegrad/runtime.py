@@ -503,7 +503,7 @@ class AgentRuntime:
 
     def close_lost_peer(self, name: str, incarnation: Incarnation, reason: str) -> None:
         """Free what belongs to a lost peer, on the server's side and in collectives."""
-        self.listener.close_peer(incarnation, lost_notice(self.name, reason))
+        self.listener.close_peer(incarnation, lost_notice(reason))
         self.endpoint.forget_peer(incarnation)
         if self.directory.is_current(name, incarnation):
             self.collectives.worker_lost(name, incarnation)

@@ -755,6 +755,56 @@ def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     assert known == [True]
 
 
+def declare_lost(worker: Agent, by: Agent) -> None:
+    """Let a worker declare another one lost that is alive, as if it had been frozen."""
+    incarnation = worker._runtime.local_member.incarnation
+    by._runtime.failures.declare_lost(worker.name, incarnation, reason="it was silent for 30 s")
+
+
+def test_a_worker_that_was_declared_lost_is_told_and_may_only_join_again(
+    cluster: Clusters, gate: Gate, in_background: Background
+) -> None:
+    workers = cluster(2, fixed_size=False)
+    w0, w1 = workers.agents
+    future = w1.submit("w0", hold_at, gate)
+    waiting = in_background(w1.call, "w0", hold_at, gate)
+    gate.wait_for(2)
+    assert w0.call("w1", abs, -1) == 1  # so both have called each other
+    declare_lost(w1, by=w0)
+    errors = [future.exception(PATIENCE), waiting.exception(PATIENCE)]
+    until(lambda: w1._runtime.failures.has_expelled(w0._runtime.local_member.incarnation))
+    later = lambda: w1.call("w0", abs, -1), lambda: w1.submit("w0", abs, -1).wait()
+    for call in later:
+        with pytest.raises(PeerLost) as caught:
+            call()
+        errors.append(caught.value)
+    for error in errors:
+        assert isinstance(error, PeerLost)
+        assert error.expelled
+        assert error.peer == "w0"
+        assert "it has declared this worker lost" in str(error)
+        assert "to go on, this worker must join the group again" in str(error)
+    with pytest.raises(PeerLost, match="it was silent for 30 s") as caught:
+        w0.call("w1", abs, -1)
+    assert not caught.value.expelled
+    gate.open()
+    w1.close()
+    assert workers.join("w1").call("w0", abs, -2) == 2
+
+
+def test_a_worker_that_was_declared_lost_and_has_no_connection_is_refused(
+    cluster: Clusters,
+) -> None:
+    w0, w1, w2 = cluster(3).agents
+    declare_lost(w1, by=w0)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="this worker must join the group again") as caught:
+            w1.call("w0", abs, -1)
+        assert caught.value.expelled
+        assert not caught.value.sent
+    assert w1.call("w2", abs, -3) == w2.call("w1", abs, -3) == 3  # these have not declared it lost
+
+
 def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
     cluster: Clusters, in_background: Background
 ) -> None:

@@ -23,7 +23,7 @@ from telegrad.group.endpoint import (
     unix_address,
     verify_peer,
 )
-from telegrad.group.failure_detector import Attempts, FailureDetector
+from telegrad.group.failure_detector import REFUSAL_OF_LOST, Attempts, FailureDetector
 from telegrad.group.membership import Member
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
@@ -134,6 +134,8 @@ class Dialer:
                         f"worker {member.name!r} at {address}: {error}", peer=member.name
                     ) from None
                 except ProtocolError as error:
+                    if self._is_expelled(member, error):
+                        raise _expelled_error(member) from None
                     failures.append(f"{address} ({error})")
                     if transport == "tcp":
                         final &= isinstance(error, WrongWorker | ConnectionRefused)
@@ -167,11 +169,20 @@ class Dialer:
         """Raise `PeerLost` if this worker has left the group, or the member was lost."""
         if self._runtime.closing:
             reason = f"worker {self._runtime.name!r} has left the group"
+        elif self._runtime.failures.has_expelled(member.incarnation):
+            raise _expelled_error(member)
         elif self._runtime.failures.is_lost(member.incarnation):
             reason = f"worker {member.name!r} was lost"
         else:
             return
         raise PeerLost(reason, peer=member.name, sent=False)
+
+    def _is_expelled(self, member: Member, error: ProtocolError) -> bool:
+        """Return whether a member has refused this worker because it declared it lost."""
+        expelled = isinstance(error, ConnectionRefused) and error.reason == REFUSAL_OF_LOST
+        if expelled:
+            self._runtime.failures.expelled_by(member.name, member.incarnation, REFUSAL_OF_LOST)
+        return expelled
 
     def _dial_in_process(self, address: str, member: Member, purpose: str) -> DialedConnection:
         listener = in_process_listeners.get(address)
@@ -241,7 +252,11 @@ class Dialer:
                 return  # it was closed, or another thread has resumed it
             except (WrongWorker, ConnectionRefused) as error:
                 # a peer that has just accepted the channel may not know it yet
-                if not isinstance(error, ConnectionRefused) or now - started > _RESUME_PAUSES[1]:
+                if (
+                    not isinstance(error, ConnectionRefused)
+                    or now - started > _RESUME_PAUSES[1]
+                    or self._is_expelled(member, error)
+                ):
                     channel.fail(f"it cannot be resumed: {error}")
                     return
                 reason = str(error)
@@ -264,6 +279,12 @@ class Dialer:
             if channel.wait_until_closed(pause):
                 return
             pause = min(pause * 2, _RESUME_PAUSES[1])
+
+
+def _expelled_error(member: Member) -> PeerLost:
+    """Return the error for a call to a member that has declared this worker lost."""
+    text = f"worker {member.name!r} cannot be called: {REFUSAL_OF_LOST}"
+    return PeerLost(text, peer=member.name, sent=False, expelled=True)
 
 
 def _describe_failures(failures: list[str]) -> str:

@@ -54,7 +54,14 @@ from telegrad.transport.channel import (
 from telegrad.transport.host_image import fill_images
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, message_bytes
+from telegrad.wire.frames import (
+    DEFINES_FUNCTION,
+    PARTING,
+    Frame,
+    Kind,
+    encode_timeout,
+    message_bytes,
+)
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 # Seconds that a caller waits for the queue to be sent: it must not grow while it is emptied.
@@ -439,7 +446,7 @@ class MultiplexedConnection(LoopConnection):
                 else:
                     self.unfinished.append(pending.listener)  # first: whatever `_settle` raises
                     self._settle(pending, frame)
-        elif frame.kind == Kind.LEAVE:
+        elif frame.kind in PARTING:
             self._peer.peer_left(frame)
         elif frame.kind == Kind.CLOSE:
             raise ChannelClosed(text_of_frame(frame))

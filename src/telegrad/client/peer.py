@@ -429,7 +429,10 @@ class Peer:
             name = self.member.name
             detail = f" The reason it gave: {leave_reason}" if leave_reason else ""
             self._error = PeerLost(
-                f"worker {name!r} was lost: {reason}.{detail}", peer=name, leave_reason=leave_reason
+                f"worker {name!r} was lost: {reason}.{detail}",
+                peer=name,
+                leave_reason=leave_reason,
+                expelled=self._runtime.failures.has_expelled(self.member.incarnation),
             )
             self.lost = True
             self.ready = False
@@ -438,11 +441,11 @@ class Peer:
             connection.channel.shutdown()
         self._close_idle()
         self.multiplexed.fail_all()
-        # A peer that is alive must know that it was declared lost, whichever connection broke:
-        # what it sends from now on is refused.
+        # A peer that is alive must know that it was declared lost, whichever connection broke: what
+        # it sends from now on is refused.
         if self.multiplexed.attached:
-            notice = lost_notice(self._runtime.name, reason) if notify else None
-            close_with_reason(self.multiplexed.channel, notice)
+            notice = lost_notice(reason) if notify else None
+            close_with_reason(self.multiplexed.channel, notice, Kind.EXPEL)
         self._runtime.failures.declare_lost(name, self.member.incarnation, reason=reason)
 
     def connection_broke(self, error: Exception) -> None:
@@ -453,8 +456,13 @@ class Peer:
             self.mark_lost(f"the connection ended ({error})")
 
     def peer_left(self, frame: Frame) -> None:
-        """Mark the peer as lost, because it sent a LEAVE frame."""
-        self.mark_lost("it left the group", text_of_frame(frame), notify=False)
+        """Mark the peer as lost, because it has left or has declared this worker lost."""
+        text = text_of_frame(frame)
+        if frame.kind == Kind.EXPEL:
+            name, incarnation = self.member.name, self.member.incarnation
+            self._runtime.failures.expelled_by(name, incarnation, text)
+        else:
+            self.mark_lost("it left the group", text, notify=False)
 
     def error_for(self, call: str | None = None) -> Exception:
         """Return a new error for a call that was sent to the lost peer; None: it was not sent."""
@@ -466,7 +474,12 @@ class Peer:
         if call is not None:
             text += f" The call of {call} there may or may not have run."
         return PeerLost(
-            text, peer=error.peer, call=call, leave_reason=error.leave_reason, sent=call is not None
+            text,
+            peer=error.peer,
+            call=call,
+            leave_reason=error.leave_reason,
+            sent=call is not None,
+            expelled=error.expelled,
         )
 
     def close(self, reason: str | None = "") -> None:

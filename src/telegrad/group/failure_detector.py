@@ -8,8 +8,11 @@ it notices and joins again.
 A failed attempt to connect is no reason; see `Attempts` for when a series of them is. What needs to
 know whether a worker is alive, and has no connection to it, asks for attempts (`watch`).
 
-State: `_lost` and `_looked_up` (incarnations) are changed under `_lock`. `_listeners` grows while
-layers above start.
+A worker that was declared lost is told so when it sends something again, and declares the other one
+lost in turn (`expelled_by`).
+
+State: `_lost`, `_expelled_by` and `_looked_up` (incarnations) are changed under `_lock`.
+`_listeners` grows while layers above start.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from telegrad.wire.handshake import Incarnation
 LossListener = Callable[[str, Incarnation], None]
 
 _HAS_ENDED = "it has left or was started again"
+_JOIN_AGAIN = "to go on, this worker must join the group again"
+# the reason why a connection of a worker that was declared lost is refused
+REFUSAL_OF_LOST = f"it has declared this worker lost; {_JOIN_AGAIN}"
 _RETRY = 1.0  # seconds between two attempts to reach a worker that is watched
 
 _log = logging.getLogger(__name__)
@@ -122,6 +128,7 @@ class FailureDetector:
     def __init__(self, runtime: DetectorRuntime) -> None:
         self._runtime = runtime
         self._lost: set[Incarnation] = set()
+        self._expelled_by: set[Incarnation] = set()  # those of them that declared this worker lost
         self._looked_up: set[Incarnation] = set()  # in the directory, at this moment
         self._listeners: list[LossListener] = []
         self._lock = threading.Lock()
@@ -168,6 +175,16 @@ class FailureDetector:
                 listener(name, incarnation)
             except Exception:
                 _log.exception("a listener failed when worker %r was lost", name)
+
+    def expelled_by(self, name: str, incarnation: Incarnation, reason: str) -> None:
+        """Note that a peer has declared this worker lost, and declare it lost here."""
+        with self._lock:
+            self._expelled_by.add(incarnation)
+        self.declare_lost(name, incarnation, reason=reason)
+
+    def has_expelled(self, incarnation: Incarnation) -> bool:
+        """Return whether a peer has declared this worker lost."""
+        return incarnation in self._expelled_by
 
     def check_silent_peer(self, name: str, incarnation: Incarnation) -> None:
         """Find out whether a peer has ended that closed its last connection without a LEAVE frame.
@@ -260,9 +277,6 @@ def _has_ended(registered: Member | None, incarnation: Incarnation) -> bool:
     return registered is None or registered.left or registered.incarnation != incarnation
 
 
-def lost_notice(name: str, reason: str) -> str:
-    """Return the message of worker `name` to a peer that it has declared lost."""
-    return (
-        f"worker {name!r} has declared this worker lost ({reason}); "
-        "to go on, this worker must join the group again"
-    )
+def lost_notice(reason: str) -> str:
+    """Return the message to a peer that was declared lost."""
+    return f"it has declared this worker lost ({reason}); {_JOIN_AGAIN}"

@@ -103,7 +103,7 @@ def send_heartbeats(runtime: MaintenanceRuntime) -> None:
                 connection.peer_name,
                 limit,
             )
-            notice = lost_notice(runtime.name, f"it was silent for {limit} s")
+            notice = lost_notice(f"it was silent for {limit} s")
             runtime.listener.close_peer(connection.incarnation, notice)
 
 

@@ -83,6 +83,7 @@ from telegrad.wire.frames import (
     HAS_SCOPE,
     HAS_TRACE,
     INLINE_FUNCTION,
+    PARTING,
     Frame,
     Kind,
     message_bytes,
@@ -394,7 +395,7 @@ class ServerConnection(ReplyingConnection):
             self._execute(frame, function, call, self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call_id)
-        elif frame.kind == Kind.LEAVE:
+        elif frame.kind in PARTING:
             raise PeerClosed(frame)
         elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"received a frame of kind {frame.kind} where a call was due")

@@ -4,7 +4,7 @@ Nothing that a peer sends is unpickled before its handshake has succeeded. `Admi
 connections that have not finished their handshake, and each handshake is limited in time.
 
 State: `_connections` (the `ServerConnection`s that are open), `_observers` (sockets of observers)
-and `_leave_reasons` (the reasons that peers gave when they left, by incarnation) are changed under
+and `_farewells` (why peers closed their connections, by incarnation) are changed under
 `_lock`. `_admissions` is complete when `listen` returns.
 """
 
@@ -31,7 +31,7 @@ from telegrad.group.endpoint import (
     in_process_listeners,
     shut_sockets,
 )
-from telegrad.group.failure_detector import FailureDetector
+from telegrad.group.failure_detector import REFUSAL_OF_LOST, FailureDetector
 from telegrad.group.hosts import is_loopback
 from telegrad.group.joins import JoinWatcher
 from telegrad.group.membership import Member
@@ -56,6 +56,7 @@ from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stripes import open_stripe
 from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
+from telegrad.wire.frames import Kind
 from telegrad.wire.handshake import Incarnation, Introduction
 
 _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
@@ -101,7 +102,7 @@ class Listener:
         self._tokens = UsedTokens(endpoint)
         self._observers: set[socket.socket] = set()
         self._connections: set[ServerConnection] = set()
-        self._leave_reasons: dict[str, str] = {}
+        self._farewells: dict[str, PeerClosed] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -317,14 +318,14 @@ class Listener:
                 f"but this worker listens at {', '.join(self._endpoint.addresses)}: let the "
                 "worker that was meant set TELEGRAD_ADVERTISE to an address that leads to it"
             )
+        if self._runtime.failures.is_lost(Incarnation(str(peer.get("incarnation")))):
+            return REFUSAL_OF_LOST
         if _resumes(peer) and self._interrupted_channel(peer) is None:
             return "the channel that was interrupted has ended here"
         if not is_device_map(peer.get("devices", {})):
             return "the device map is not valid"
         if peer.get("purpose") not in PURPOSES:
             return f"unknown purpose {peer.get('purpose')!r}"
-        if self._runtime.failures.is_lost(Incarnation(str(peer.get("incarnation")))):
-            return "this worker has declared you lost; join the group again"
         return None
 
     # Serving
@@ -372,17 +373,19 @@ class Listener:
             )
         with self._lock:
             if isinstance(error, PeerClosed):
-                self._leave_reasons[incarnation] = error.reason
+                self._farewells[incarnation] = error
             self._connections.discard(connection)
             has_others = any(each.incarnation == incarnation for each in self._connections)
             self._changed.notify_all()
         if has_others:
             return
-        leave_reason = self._leave_reasons.pop(incarnation, None)
-        if leave_reason is not None:
-            self._runtime.failures.declare_lost(name, incarnation, leave_reason)
-        else:
+        farewell = self._farewells.pop(incarnation, None)
+        if farewell is None:
             self._runtime.failures.check_silent_peer(name, incarnation)
+        elif farewell.expelled:
+            self._runtime.failures.expelled_by(name, incarnation, farewell.reason)
+        else:
+            self._runtime.failures.declare_lost(name, incarnation, farewell.reason)
 
     def wait_until_unused(self, patience: float) -> bool:
         """Wait until every other worker has closed its connections to this one.
@@ -413,7 +416,7 @@ class Listener:
         """Close the connections of a lost peer, and tell it why."""
         for connection in self.connections:
             if connection.incarnation == incarnation:
-                close_with_reason(connection.channel, reason)
+                close_with_reason(connection.channel, reason, Kind.EXPEL)
 
     def close(self, reason: str | None) -> None:
         """Close all sockets. Tell the peers the reason; None: tell them nothing."""

@@ -50,15 +50,17 @@ class SenderTimedOut(SerializationError):
 
 
 class PeerClosed(ChannelClosed):
-    """The peer closed the channel with a LEAVE frame. `words` is the reason that it gave."""
+    """The peer left, or has declared this worker lost (`expelled`). `reason` is what it said."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__("the peer closed the connection with a LEAVE frame")
+        self.expelled = frame.kind == Kind.EXPEL
+        what = "has declared this worker lost" if self.expelled else "has left"
+        super().__init__(f"the peer {what}")
         self.reason = text_of_frame(frame)
 
 
 def text_of_frame(frame: Frame) -> str:
-    """Return the text of a LEAVE or CLOSE frame."""
+    """Return the text of a LEAVE, EXPEL or CLOSE frame."""
     return bytes(frame.body).decode("utf-8", "replace")
 
 
@@ -201,11 +203,11 @@ def send_leave(channel: Channel, reason: str | None) -> None:
 def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.LEAVE) -> None:
     """Shut a channel. Tell the peer why if it can be sent without blocking.
 
-    `Kind.LEAVE` ends all connections with the peer, `Kind.CLOSE` only this one.
+    `Kind.LEAVE` and `Kind.EXPEL` end all connections with the peer, `Kind.CLOSE` only this one.
     """
     if reason is not None:
         try:
             channel.send_nowait(kind, 0, reason.encode())
         except ChannelClosed as error:
-            _log.debug("the LEAVE frame was not sent, the channel is closed: %s", error)
+            _log.debug("the reason was not sent, the channel is closed: %s", error)
     channel.shutdown()

@@ -49,7 +49,7 @@ from telegrad.transport.host_image import image_for
 from telegrad.transport.records import RecordError, Records
 from telegrad.transport.stream import CLOSED, INTERRUPTED, OPEN, no_segments, timeval
 from telegrad.transport.tcp_sender import TcpSender, shut
-from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind
+from telegrad.wire.frames import HEADER, PARTING, BufferLocation, Frame, FrameDecoder, Kind
 from telegrad.wire.handshake import Incarnation
 
 _FRAMES_PER_ACKNOWLEDGEMENT = 64
@@ -62,7 +62,7 @@ _KEEPALIVE = (
 )
 
 _pack = HEADER.pack
-_HEARTBEAT, _LEAVE = int(Kind.HEARTBEAT), int(Kind.LEAVE)
+_HEARTBEAT = int(Kind.HEARTBEAT)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _ENDS = 1  # flag of a HEARTBEAT: its sender ends the channel and will not resume it
 
@@ -270,7 +270,7 @@ class TcpChannel(TcpSender):
             self._forget_acknowledged(frame.call_id)
             self._peer_closed |= bool(frame.flags & _ENDS)
             return
-        self._peer_closed |= frame.kind == _LEAVE
+        self._peer_closed |= frame.kind in PARTING
         self._received += 1
         if frame.bulk:
             self._pull(frame)

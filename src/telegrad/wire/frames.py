@@ -57,11 +57,13 @@ class Kind(enum.IntEnum):
     FAILURE = 3
     CANCEL = 4
     HEARTBEAT = 5
-    LEAVE = 6  # the sender leaves the group or drops the receiver; the body is the reason
+    LEAVE = 6  # the sender leaves the group; the body is the reason
     CLOSE = 7  # the sender closes only this connection; the body is the reason
+    EXPEL = 8  # the sender has declared the receiver lost; the body is the reason
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
+PARTING = frozenset((Kind.LEAVE, Kind.EXPEL))  # they end all connections with the peer
 
 # Flags of a CALL.
 DEFINES_FUNCTION = 1  # the body starts with the pickled function that gets the function id
