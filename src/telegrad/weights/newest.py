@@ -50,12 +50,16 @@ class NewestVersion:
         """The newest version that can be read."""
         return self._version
 
+    def is_newest(self, version: int) -> bool:
+        """Return whether this is the newest version, as far as this worker can know."""
+        return self._version == version and self._error is None
+
     def newer_than(self, version: int | None) -> Future[int]:
         """Return a future for the newest version once it is newer than `version`."""
         future: Future[int] = Future()
         with self._lock:
             newest, error = self._version, self._error
-            is_there = is_newer(newest, version)
+            is_there = error is None and is_newer(newest, version)
             if not is_there and not self._closed and error is None:
                 self._futures.append((version, future))
                 return future
@@ -141,9 +145,12 @@ class NewestVersion:
         return True
 
     def _fail(self, error: Exception) -> None:
-        """Let those that wait fail, and others later: versions cannot be received as it is."""
+        """Let those that wait fail, and others later: versions cannot be received as it is.
+
+        An old version is no longer read either: its readers would not notice that it stays old.
+        """
         with self._changed:
-            self._error = error
+            self._error, self._reader = error, None
         self._fail_once(error)
 
     def _fail_once(self, error: Exception) -> None:

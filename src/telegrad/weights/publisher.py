@@ -14,6 +14,7 @@ thread at a time codes, and only it changes the store.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -26,7 +27,7 @@ import torch
 from telegrad import thread_roles
 from telegrad.agent import Agent, runtime_of
 from telegrad.cuda import flat_memory as device_memory
-from telegrad.errors import CallTimeout, UsageError
+from telegrad.errors import CallTimeout, TelegradError, UsageError
 from telegrad.timeouts import time_limit
 from telegrad.transport import flat_memory
 from telegrad.weights import deltas, device_images, shards
@@ -40,6 +41,7 @@ from telegrad.weights.streams import Image
 from telegrad.weights.topology import Topology
 from telegrad.weights.versions import Advance, VersionStore, as_version, is_newer
 
+_log = logging.getLogger(__name__)
 _REPORTS = 1000  # that are kept
 _READ_AHEAD = 1 << 22  # changed elements that are not coded yet
 
@@ -156,6 +158,7 @@ class Publisher:
             self._store, self._topology, history, self._device_store, self._slices
         )
         self._registry.add_publisher(name, entry)
+        runtime.threads.start(self._announce)
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.name!r}: version {self._version}>"
@@ -182,6 +185,7 @@ class Publisher:
                 raise UsageError(f"the publisher of {self.name!r} is closed; make a new one")
             if self._error is not None:
                 raise self._error
+            self._registry.raise_if_deserted(self.name)
             version = self._next_version(version)
             tensors = shards.local_tensors(tensors_of(self._weights))
             if Layout.of(tensors) != self._layout:
@@ -237,6 +241,13 @@ class Publisher:
             return  # there may be another publisher of this name
         self._is_closed = True
         self._registry.remove_publisher(self.name)
+
+    def _announce(self) -> None:
+        """Tell the other workers that this one publishes these weights."""
+        try:
+            self._registry.announce_publisher(self.name)
+        except TelegradError as error:  # the store is gone: subscribers that search will find it
+            _log.debug("the publisher of %r was not announced: %s", self.name, error)
 
     def _wait_until_begun(self) -> None:
         """Wait until the version before is no longer pending: no shard skips a version."""

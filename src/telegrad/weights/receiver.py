@@ -6,7 +6,12 @@ this worker receives for its host: then it fetches the parts of each update, app
 image of its own, and passes them on. If the source fails, the thread joins again. If the publisher
 is gone, the thread searches for one, and a version that this worker received stays readable.
 
-State: that of `NewestVersion`. The thread alone writes the rest.
+If several workers publish the same name, the one that was started last is followed: each tells all
+workers when it starts. If the publisher has declared this worker lost, those that wait get that
+error until there is another publisher.
+
+State: that of `NewestVersion`. `_newest_publisher`, the last start of a publisher that is known,
+is written under `_lock`. The thread alone writes the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import (
     CallTimeout,
+    PeerLost,
     ProtocolError,
     StaleReference,
     TelegradError,
@@ -32,7 +38,12 @@ from telegrad.weights.deltas import Part
 from telegrad.weights.device_images import device_key
 from telegrad.weights.newest import FIRST_DELAY, LONGEST_DELAY, NewestVersion, Reader
 from telegrad.weights.reading import SharedReader, read_own
-from telegrad.weights.service import JoinReply, PublishedAsShards, WeightsRegistry
+from telegrad.weights.service import (
+    JoinReply,
+    PublishedAsShards,
+    WeightsRegistry,
+    publisher_of,
+)
 from telegrad.weights.versions import Update, VersionStore
 
 if TYPE_CHECKING:
@@ -42,6 +53,17 @@ _POLL = 2.0  # seconds after which a source replies that there is nothing new
 _WINDOW = 4  # parts that are requested at a time
 
 _log = logging.getLogger(__name__)
+
+
+class OtherPublisher(Exception):
+    """Another worker publishes the same weights and was started later."""
+
+    def __init__(self, worker: str, followed: str) -> None:
+        super().__init__(
+            f"workers {followed!r} and {worker!r} publish them, and {worker!r} was started later; "
+            "subscribers follow it, unless they name another one with publisher="
+        )
+        self.worker = worker
 
 
 class ReceiverCounters(NamedTuple):
@@ -72,6 +94,8 @@ class Receiver(NewestVersion):
         self._registry = runtime.service(WeightsRegistry)
         self._publisher = publisher  # a worker; None: search for it
         self._found: str | None = None
+        self._followed_epoch = ""
+        self._newest_publisher: tuple[str, str] | None = None  # epoch and worker
         self._patience = patience
         self.uuid = uuid  # of the GPU on which subscribers read
         self._poll = min(_POLL, patience)
@@ -80,6 +104,8 @@ class Receiver(NewestVersion):
         self._shared = SharedReader(runtime, name, self._me, patience, self._leases)
         if self._registry.publisher(name) is not None:
             raise UsageError(f"worker {runtime.name!r} publishes {name!r} itself")
+        if publisher is None:
+            self._registry.add_follower(name, self.publisher_started)
         runtime.threads.start(self._run)
 
     def __repr__(self) -> str:
@@ -89,12 +115,20 @@ class Receiver(NewestVersion):
         """End the thread, and let those that wait fail. `leave`: tell the publisher."""
         if not self._end():
             return
+        self._registry.remove_follower(self.name, self.publisher_started)
         self._shared.close()
         if self._registry.publisher(self.name) is None:
             self._registry.set_store(self.name, None)
-        if leave and self._found is not None:
-            arguments = (self.name, self._runtime.name)
-            self._runtime.start(self._found, service.leave, arguments, internal=True)
+        if leave:
+            self._leave()
+
+    def publisher_started(self, epoch: str, worker: str) -> None:
+        """Note that a worker has begun to publish these weights."""
+        with self._changed:
+            known = self._newest_publisher
+            if known is None or known[0] < epoch:
+                self._newest_publisher = epoch, worker
+            self._changed.notify_all()
 
     # The thread
 
@@ -110,24 +144,35 @@ class Receiver(NewestVersion):
         trouble_since: float | None = None
         while not self._has_ended():
             source: str | None = None
+            publisher: str | None = None
             progress = self._version
             try:
                 publisher = self._find_publisher()
                 if publisher is not None:
+                    self._found = publisher
                     reply = self._join(publisher, failed)
                     source, failed = reply.source.worker, None
-                    self._found = publisher
+                    self._followed_epoch = reply.epoch
+                    self.publisher_started(reply.epoch, publisher)
                     self._follow(reply)
+            except OtherPublisher as other:
+                _log.warning("the weights %r: %s", publisher_of(self.name), str(other))
+                self._leave(other.worker)
+                delay = FIRST_DELAY
             except PublishedAsShards as error:
                 self._fail(error)
             except StaleReference as error:
                 # The source has not joined yet, or has left. If that lasts, it has failed.
                 _log.debug("%s: %s", self.name, error)
                 trouble_since = trouble_since or time.monotonic()
+                self._forget_newest_publisher()
                 if time.monotonic() > trouble_since + self._patience:
                     failed, trouble_since = source, None
             except TelegradError as error:
                 _log.info("the weights %r of %s: %s", self.name, source, error)
+                if getattr(error, "expelled", False) and publisher in (None, error.peer):
+                    self._fail(error)  # the publisher has declared this worker lost
+                self._forget_newest_publisher()
                 failed = source
             except Exception as error:  # such as no memory: those that wait get it
                 if not self._has_ended():
@@ -146,23 +191,36 @@ class Receiver(NewestVersion):
         ).wait()
 
     def _find_publisher(self) -> str | None:
-        """Return the worker that publishes these weights; None if there is none at present."""
+        """Return the worker that publishes these weights; None if there is none at present.
+
+        Raise `PeerLost` if nobody publishes them, and a worker has declared this one lost.
+        """
         if self._publisher is not None:
             return self._publisher
+        newest = self._newest_publisher
+        if newest is not None:
+            return newest[1]
         runtime = self._runtime
         names = [member.name for member in runtime.directory.members(refresh=True)]
         found: Future[str | None] = Future()
         left = len(names)
+        expelled: PeerLost | None = None
         lock = threading.Lock()
 
         def on_reply(name: str, done: Any) -> None:
-            nonlocal left
-            publishes = done.exception() is None and done.value() is not None
+            nonlocal left, expelled
+            error = done.exception()
+            epoch = done.value() if error is None else None
             with lock:
                 left -= 1
                 is_last = not left
-            if publishes or is_last:
-                found._try_complete(name if publishes else None, None)
+                if isinstance(error, PeerLost) and error.expelled:
+                    expelled = error
+            if epoch is not None:
+                self.publisher_started(epoch, name)  # also after another one was found
+                found._try_complete(name, None)
+            elif is_last:
+                found._try_complete(None, expelled)
 
         for name in names:
             future = runtime.start(
@@ -170,6 +228,22 @@ class Receiver(NewestVersion):
             )
             future.add_done_callback(partial(on_reply, name))
         return found.wait()
+
+    def _forget_newest_publisher(self) -> None:
+        with self._lock:
+            self._newest_publisher = None
+
+    def _check_publisher(self) -> None:
+        """Raise `OtherPublisher` if another worker publishes the same and was started later."""
+        newest = self._newest_publisher
+        if self._publisher is None and newest is not None and newest[0] > self._followed_epoch:
+            raise OtherPublisher(newest[1], str(self._found))
+
+    def _leave(self, successor: str | None = None) -> None:
+        """Tell the publisher that this worker leaves. `successor` is the one that it follows."""
+        if self._found is not None:
+            arguments = (self.name, self._runtime.name, successor)
+            self._runtime.start(self._found, service.leave, arguments, internal=True)
 
     def _join(self, publisher: str, failed: str | None) -> JoinReply:
         host = self._runtime.local_member.host if self._shared.is_possible else None
@@ -191,6 +265,7 @@ class Receiver(NewestVersion):
         key = self._key_of(reply)
         arguments, mapped = (key, reply.epoch, self._me), ""
         while not self._has_ended():
+            self._check_publisher()
             self._leases.release_ended()  # of threads that were interrupted
             version: int | None = self._call(
                 reply.source.worker,
@@ -242,6 +317,7 @@ class Receiver(NewestVersion):
             self._registry.set_store(self.name, store)
         source, arguments = reply.source.worker, (self.name, reply.epoch, self._me)
         while not self._has_ended():
+            self._check_publisher()
             self._leases.release_ended()
             limit = self._next_limit(store)
             have = None if self._needs_snapshot else store.version

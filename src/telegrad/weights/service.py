@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad.errors import StaleReference, TelegradError, UsageError
+from telegrad.errors import PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.remote_functions import DeferredReply, internal
 from telegrad.runtime import active_service
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from telegrad.weights.boxes import Box
     from telegrad.weights.shards import ShardInfo, SliceServer
 
+PublisherListener = Callable[[str, str], None]  # it gets the epoch and the worker
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +67,12 @@ class WeightsRegistry:
         self._publishers: dict[str, PublisherEntry] = {}
         self._stores: dict[str, VersionStore] = {}
         self._refused: set[str] = set()  # keys of GPUs on which there is no memory
+        # by the name of a publisher: the workers that have joined it, and the error if all of
+        # these are gone because they cannot or do not follow it any more
+        self._subscribers: dict[str, set[str]] = {}
+        self._deserted: dict[str, TelegradError] = {}
+        # by name: what is called when a worker begins to publish weights
+        self._followers: dict[str, list[PublisherListener]] = {}
         self._lock = threading.Lock()
         runtime.on_loss(self._worker_lost)
         runtime.on_end(self._end)
@@ -96,6 +103,8 @@ class WeightsRegistry:
         with self._lock:
             for key in [each for each in self._publishers if _belongs(each, name)]:
                 del self._publishers[key]
+            self._subscribers.pop(name, None)
+            self._deserted.pop(name, None)
             stores = self._take_stores(name)
         for store in stores:
             store.close()
@@ -169,15 +178,69 @@ class WeightsRegistry:
                     "`weights` or `slices` to the subscriber, so that it knows which parts to get"
                 )
             source = publisher.topology.join(worker, host, failed)
+            published = publisher_of(name)
+            self._subscribers.setdefault(published, set()).add(worker)
+            self._deserted.pop(published, None)
         store = publisher.store
         return JoinReply(store.epoch, store.layout, source, publisher.history, store.bandwidth)
 
-    def leave(self, name: str, worker: str) -> None:
-        """Remove a subscriber from the tree."""
+    def leave(self, name: str, worker: str, successor: str | None) -> None:
+        """Remove a subscriber from the tree. It may follow another publisher now, `successor`."""
         with self._lock:
             publisher = self._publishers.get(name)
             if publisher is not None:
                 publisher.topology.remove(worker)
+                published, error = publisher_of(name), None
+                if successor is not None:
+                    error = UsageError(
+                        f"nobody gets the weights {published!r} of this worker any more: worker "
+                        f"{successor!r} publishes them, too, and was started later; close one of "
+                        "the two publishers, or give it another name"
+                    )
+                self._remove_subscriber(published, worker, error)
+
+    def _remove_subscriber(self, name: str, worker: str, error: TelegradError | None) -> None:
+        """The lock is held. `error`: why this worker does not follow the publisher any more."""
+        subscribers = self._subscribers.get(name, set())
+        if worker in subscribers:
+            subscribers.remove(worker)
+            if not subscribers and error is not None:
+                self._deserted[name] = error
+
+    def raise_if_deserted(self, name: str) -> None:
+        """Raise an error if a publisher has lost all its subscribers and they cannot come back."""
+        error = self._deserted.get(name)
+        if error is not None:
+            raise error
+
+    # When a worker begins to publish
+
+    def add_follower(self, name: str, listener: PublisherListener) -> None:
+        """Call `listener(epoch, worker)` when a worker begins to publish these weights."""
+        with self._lock:
+            self._followers.setdefault(name, []).append(listener)
+
+    def remove_follower(self, name: str, listener: PublisherListener) -> None:
+        """Undo `add_follower`. May be repeated."""
+        with self._lock:
+            if listener in self._followers.get(name, ()):
+                self._followers[name].remove(listener)
+
+    def announce_publisher(self, name: str) -> None:
+        """Tell all workers that this one has begun to publish these weights."""
+        publisher, runtime = self._publishers.get(name), self.runtime
+        if publisher is not None:
+            arguments = (name, publisher.store.epoch, runtime.name)
+            for member in runtime.directory.members(refresh=True):
+                if member.name != runtime.name:
+                    runtime.start(member.name, publisher_started, arguments, internal=True)
+
+    def publisher_started(self, name: str, epoch: str, worker: str) -> None:
+        """Tell the subscribers of this worker that another worker has begun to publish."""
+        with self._lock:
+            followers = list(self._followers.get(name, ()))
+        for follower in followers:
+            follower(epoch, worker)
 
     def forget_if_lost(self, store: VersionStore, reader: str) -> None:
         """Remove a reader whose loss was noticed before its call was served."""
@@ -210,16 +273,41 @@ class WeightsRegistry:
             store.close()
 
     def _worker_lost(self, name: str, incarnation: Incarnation) -> None:
+        error = None
+        if self.runtime.failures.has_expelled(incarnation):
+            error = PeerLost(
+                f"nobody gets the weights of this worker any more: worker {name!r}, like the other "
+                "subscribers, has declared it lost, because it was silent for too long; to go on, "
+                "it must join the group again",
+                peer=name,
+                expelled=True,
+            )
         with self._lock:
             stores = list(self._stores.values())
             for publisher in self._publishers.values():
                 publisher.topology.remove(name)
+            for published in self._subscribers:
+                self._remove_subscriber(published, name, error)
         for store in stores:
             store.reader_lost(str(incarnation))
 
 
 def _belongs(key: str, name: str) -> bool:
     return key == name or key.startswith(device_key(name, ""))
+
+
+def publisher_of(key: str) -> str:
+    """Return the name of the publisher that a store of slices or on a GPU belongs to."""
+    return key.partition("\0")[0]
+
+
+# Calls of publishers
+
+
+@internal
+def publisher_started(name: str, epoch: str, worker: str) -> None:
+    """Tell the subscribers of this worker that another worker has begun to publish."""
+    WeightsRegistry.here().publisher_started(name, epoch, worker)
 
 
 # Calls of subscribers
@@ -259,9 +347,9 @@ def join_slices(
 
 
 @internal
-def leave(name: str, worker: str) -> None:
-    """Remove a subscriber from the tree."""
-    WeightsRegistry.here().leave(name, worker)
+def leave(name: str, worker: str, successor: str | None) -> None:
+    """Remove a subscriber from the tree. It may follow another publisher now, `successor`."""
+    WeightsRegistry.here().leave(name, worker, successor)
 
 
 @internal

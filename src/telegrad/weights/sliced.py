@@ -29,7 +29,7 @@ from telegrad.weights.assembly import Complete, Hold, SlicedVersion
 from telegrad.weights.held import Held
 from telegrad.weights.newest import FIRST_DELAY, LONGEST_DELAY, NewestVersion
 from telegrad.weights.planning import Plan, Source, Wanted, make_plan
-from telegrad.weights.receiver import Receiver, ReceiverCounters
+from telegrad.weights.receiver import OtherPublisher, Receiver, ReceiverCounters
 from telegrad.weights.service import JoinReply, WeightsRegistry
 from telegrad.weights.shards import ShardInfo
 from telegrad.weights.versions import VersionStore
@@ -63,6 +63,11 @@ class SliceReceiver(Receiver):
             self._versions.request_plan()
             raise
         return reply
+
+    def _check_publisher(self) -> None:
+        worker = self._versions.worker_of(self)
+        if worker not in (None, self._found):
+            raise OtherPublisher(str(worker), str(self._found))
 
     def _next_limit(self, store: VersionStore) -> int | None:
         while not self._has_ended():
@@ -118,6 +123,9 @@ class SlicedVersions(NewestVersion):
         self._needs_plan = False
         self._completing = threading.Lock()  # versions are announced in the order of `_complete`
         self._past = ReceiverCounters()
+        self._registry = runtime.service(WeightsRegistry)
+        if publisher is None:
+            self._registry.add_follower(name, self._publisher_started)
         runtime.threads.start(self._run)
 
     @property
@@ -130,6 +138,7 @@ class SlicedVersions(NewestVersion):
     def close(self, leave: bool) -> None:
         """End all threads, and let those that wait fail. `leave`: tell the publishers."""
         if self._end():
+            self._registry.remove_follower(self.name, self._publisher_started)
             with self._lock:
                 receivers = list(self._receivers.values())
             for receiver in receivers:
@@ -177,6 +186,10 @@ class SlicedVersions(NewestVersion):
             if info is not None:
                 found[name] = info
         return found
+
+    def _publisher_started(self, epoch: str, worker: str) -> None:
+        """Look who publishes which shards: perhaps the trainers were started again."""
+        self.request_plan()
 
     def request_plan(self) -> None:
         """Look again who publishes which shards."""

@@ -185,7 +185,7 @@ class Subscriber:
             raise closed_error(self.name)
         if have is not None:
             have = as_version(have)
-            if self.version == have:
+            if self._receiver.is_newest(have):
                 return have
         is_part = names is None and self._names_are_checked
         names = self._names if names is None else names
