@@ -13,6 +13,7 @@ import builtins
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -63,21 +64,33 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     openmp.limit_spinning(os.environ)  # before torch is imported, by the next line
     # Install before searching for the program: finding a module imports its package.
     importlib.import_module("telegrad.compat").install()
-    main = ModuleType("__main__")
-    _hide_frames(vars(main))
+    main = new_main()
     try:
-        find = _find_module if options.module else _find_script
+        find = _find_module if options.module else find_script
         program = find(options.program)
     except UsageError as error:
         parser.error(f"cannot run {options.program!r}: {error}")
-    sys.argv = [program.argv0, *options.args]
-    sys.modules["__main__"] = main
-    vars(main).update(program.module_attributes, __builtins__=builtins)
-    exec(program.code, vars(main))
+    run_as_main(main, program, options.args)
     return 0
 
 
-def _find_script(path: str) -> Program:
+def new_main() -> ModuleType:
+    """Return a module for a program. A traceback that ends the process starts in its code."""
+    main = ModuleType("__main__")
+    _hide_frames(vars(main))
+    return main
+
+
+def run_as_main(main: ModuleType, program: Program, arguments: Sequence[str]) -> None:
+    """Run a program as `__main__` in this process."""
+    sys.argv = [program.argv0, *arguments]
+    sys.modules["__main__"] = main
+    vars(main).update(program.module_attributes, __builtins__=builtins)
+    exec(program.code, vars(main))
+
+
+def find_script(path: str) -> Program:
+    """Return the program in a script, or in a folder or zip file. Put its folder on `sys.path`."""
     if not os.path.exists(path):
         raise UsageError("there is no such file")
     absolute = os.path.abspath(path)

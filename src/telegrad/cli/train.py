@@ -1,19 +1,20 @@
 """`telegrad train NAME ...`: run one of the training examples with its own options.
 
 The examples are ordinary scripts. The wheel contains them as `telegrad/examples`; in a checkout
-they are in its `examples` folder. The command replaces this process with ``python NAME.py``.
+they are in its `examples` folder. They run as with ``python NAME.py``, in the process of the
+command, which ends without a traceback if Ctrl-C is pressed while they import their modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from telegrad import openmp
 from telegrad.cli.help_text import HelpFormatter
+from telegrad.cli.run import find_script, new_main, run_as_main
 
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
@@ -50,6 +51,6 @@ def _train(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     script = next((script for script in scripts if script.exists()), None)
     if script is None:
         parser.error(f"found none of {', '.join(map(str, scripts))}; reinstall telegrad")
-    sys.stdout.flush()
-    openmp.limit_spinning(os.environ)
-    os.execv(sys.executable, [sys.executable, str(script), *options.args])
+    openmp.limit_spinning(os.environ)  # before the example imports torch
+    run_as_main(new_main(), find_script(str(script)), options.args)
+    return 0
