@@ -370,6 +370,14 @@ class Locked:
         self.fine = torch.ones(1)
         self.lock = threading.Lock()
 
+    def use(self) -> None:
+        with self.lock:
+            pass
+
+
+module_lock = threading.Lock()
+default_lock = lambda lock=module_lock: lock  # noqa: E731
+
 
 def closure_over_a_lock() -> Callable[[], bool]:
     lock = threading.Lock()
@@ -406,6 +414,10 @@ def nested(depth: int) -> list[Any]:
         ({1: (number for number in (1, 2))}, "[1]", "generator"),
         (closure_over_a_lock(), "<closure>.lock", "lock"),
         ([types.SimpleNamespace(hook=closure_over_a_lock())], "[0].hook<closure>.lock", "lock"),
+        (default_lock, "<default>.lock", "lock"),
+        (lambda: [module_lock for _ in (1,)], "<global>.module_lock", "lock"),
+        (Locked().use, ".__self__.lock", "lock"),
+        (functools.partial(print, 1, end=threading.Lock()), ".keywords['end']", "lock"),
         ([Slotted(threading.Lock())], "[0]", "Slotted"),
         ((nn.Linear(1, 1), Locked()), "[1].lock", "lock"),
     ],
@@ -417,6 +429,10 @@ def nested(depth: int) -> list[Any]:
         "generator",
         "closure",
         "hook",
+        "default",
+        "global",
+        "method",
+        "partial",
         "slots",
         "beside a module",
     ],
@@ -487,16 +503,7 @@ class RefusingList(list[int]):
         raise TypeError("never")
 
 
-def closure_with_default(lock: Any) -> Callable[[], Any]:
-    number = 3
-    return lambda default=lock: number  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [RefusingDict(a=1), RefusingList([1, 2]), closure_with_default(threading.Lock())],
-    ids=["dict", "list", "closure"],
-)
+@pytest.mark.parametrize("value", [RefusingDict(a=1), RefusingList([1, 2])], ids=["dict", "list"])
 def test_a_value_whose_parts_could_be_sent_is_named_itself(value: Any) -> None:
     with pytest.raises(SerializationError) as caught:
         codec.encode({"inner": value})

@@ -28,6 +28,7 @@ one message.
 from __future__ import annotations
 
 import copyreg
+import inspect
 import io
 import math
 import pickle
@@ -37,6 +38,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from operator import attrgetter
+from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -448,6 +450,33 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not _reduces_itself(value):
         for name, part in vars(value).items():
             yield f".{name}", part
-    if getattr(value, "__closure__", None):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
-            yield f"<closure>.{name}", cell.cell_contents
+    if isinstance(value, FunctionType):
+        yield from _parts_of_function(value)
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+        yield ".__func__", value.__func__
+    elif isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what is sent with a function that is sent by value."""
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        yield f"<closure>.{name}", cell.cell_contents
+    defaults = inspect.signature(function, follow_wrapped=False).parameters.values()
+    for parameter in defaults:
+        if parameter.default is not parameter.empty:
+            yield f"<default>.{parameter.name}", parameter.default
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield f"<global>.{name}", function.__globals__[name]
+
+
+def _global_names(code: CodeType) -> list[str]:
+    """Return the names that code may look up in its module, also in functions inside of it."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names += _global_names(constant)
+    return names
