@@ -211,6 +211,32 @@ def test_a_thread_that_does_not_take_the_context_along(
         autograd.backward(context_id, [(w0.call("w1", weigh, x) * results[0].detach()).sum()])
 
 
+agents: dict[str, Agent] = {}
+
+
+def weigh_by_w2(x: Tensor) -> Tensor:
+    """Run on w1 and make a call with the agent of w2, which is in the same process."""
+    return agents["w2"].call("w0", weigh, x)
+
+
+@pytest.mark.parametrize("count", [1, 20], ids=["", "many"])
+def test_a_call_with_another_agent_of_the_process_is_not_under_the_context(
+    workers: LocalCluster, w0: Agent, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setitem(agents, "w2", workers["w2"])
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        calls = (
+            lambda: w0.call("w1", weigh_by_w2, x),  # the error is one of w1
+            lambda: torch.stack(workers["w2"].call("w1", lambda x: [weigh(x)] * count, x)).sum(0),
+        )
+        for call in calls:
+            with pytest.raises(UsageError, match="with the agent that it belongs to"):
+                autograd.backward(context_id, [call().sum()])
+        autograd.backward(context_id, [(w0.call("w1", weigh, x) * calls[1]().detach()).sum()])
+        assert autograd.get_gradients(context_id).keys() == {x}
+
+
 def weigh_often(x: Tensor) -> list[Tensor]:
     return [weigh(x) for _ in range(20)]
 

@@ -58,21 +58,37 @@ def _new_sent_tensors() -> _SentTensors:
     return _SentTensors(context, message)
 
 
+def _recording_context() -> Context | None:
+    """Return the context that records the tensors of the message that is being packed."""
+    context, message = _context_of_message()
+    # With gradients disabled, torch would not record the call in one process either.
+    if context is None or context.released or message is None or not torch.is_grad_enabled():
+        return None
+    return context
+
+
+def _context_of_message() -> tuple[Context | None, MessageContext | None]:
+    """Return the context of the current message, if it has one, and the message.
+
+    A message of another agent of this process is not one of the current context.
+    """
+    context, message = current_scope.get(), current_message()
+    if not isinstance(context, Context) or message is None or message.runtime is not context.agent:
+        return None, message
+    return context, message
+
+
 class ContextTracker:
     """The `GradientTracker` of messages under a context."""
 
     def is_recording(self) -> bool:
         """Return True if tensors of the message that is being packed are recorded."""
-        context = current_scope.get()
-        if not isinstance(context, Context) or context.released or current_message() is None:
-            return False
-        # With gradients disabled, torch would not record the call in one process either.
-        return torch.is_grad_enabled()
+        return _recording_context() is not None
 
     def track_sent(self, tensor: Tensor) -> int:
         """Return the id of a tensor that is being packed, and record it under a context."""
-        context = current_scope.get()
-        if not isinstance(context, Context) or not self.is_recording():
+        context = _recording_context()
+        if context is None:
             return _UNTRACKED_RESULT if is_non_leaf(tensor) else 0
         tensor_id = next(context.tensor_ids)
         message_resource(_SentTensors, _new_sent_tensors).add(tensor_id, tensor)
@@ -80,8 +96,8 @@ class ContextTracker:
 
     def track_sent_many(self, tensors: Sequence[Tensor]) -> list[int]:
         """Do for many tensors what `track_sent` does for one."""
-        context = current_scope.get()
-        if not isinstance(context, Context) or not self.is_recording():
+        context = _recording_context()
+        if context is None:
             return [self.track_sent(tensor) for tensor in tensors]
         tensor_ids = list(itertools.islice(context.tensor_ids, len(tensors)))
         message_resource(_SentTensors, _new_sent_tensors).add_all(tensor_ids, tensors)
@@ -89,10 +105,10 @@ class ContextTracker:
 
     def track_received(self, data: Tensor, tensor_id: int) -> Tensor:
         """Return the tensor for data that was unpacked with this id."""
-        context, message = current_scope.get(), current_message()
+        context, message = _context_of_message()
         # The context ended while the call ran, and the callee had been informed.
-        has_ended = tensor_id <= 0 and isinstance(context, Context) and context.released
-        if not isinstance(context, Context) or message is None or has_ended:
+        has_ended = tensor_id <= 0 and context is not None and context.released
+        if context is None or message is None or has_ended:
             tensor = data.requires_grad_()
             if tensor_id == _UNTRACKED_RESULT:
                 untracked_results.add(tensor, "" if message is None else message.peer)
@@ -105,7 +121,7 @@ class ContextTracker:
         self, data: Sequence[Tensor], tensor_ids: Sequence[int]
     ) -> list[Tensor]:
         """Do for many tensors what `track_received` does for one."""
-        context, message = current_scope.get(), current_message()
-        if not isinstance(context, Context) or message is None or min(tensor_ids) <= 0:
+        context, message = _context_of_message()
+        if context is None or message is None or min(tensor_ids) <= 0:
             return list(map(self.track_received, data, tensor_ids))
         return context.record_received(data, tensor_ids, message)

@@ -39,9 +39,9 @@ class UntrackedResults:
                 raise UsageError(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that worker "
                     f"{found[1]!r} computed in a call outside of this autograd context, so its "
-                    "gradient would be lost. Make the call inside the context; in a thread, with "
-                    "contextvars.copy_context().run(...), since threads do not inherit it. If no "
-                    "gradient is wanted, detach() the tensor"
+                    "gradient would be lost. Make the call inside the context, and with the agent "
+                    "that it belongs to; in a thread, with contextvars.copy_context().run(...), "
+                    "since threads do not inherit it. If no gradient is wanted, detach() the tensor"
                 )
 
 

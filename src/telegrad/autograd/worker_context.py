@@ -84,8 +84,13 @@ class Context:
     # The protocol `CallScope`
 
     def follow(self, to: MessageContext) -> bytes:
-        """Return what a call carries: the id of this context, and ids of contexts that ended."""
-        if not torch.is_grad_enabled() or not self.add_callee(to.peer, to.incarnation):
+        """Return what a call carries: the id of this context, and ids of contexts that ended.
+
+        Nothing if another agent of this process makes the call: gradients would come back to it.
+        """
+        if to.runtime is not self.agent or not torch.is_grad_enabled():
+            return b""
+        if not self.add_callee(to.peer, to.incarnation):
             return b""
         ended = self._ended_contexts.take(to.incarnation) if self._ended_contexts else ()
         return _ID_FORMATS[len(ended)].pack(self.context_id, *ended)
