@@ -426,7 +426,7 @@ def test_calling_what_cannot_be_called_is_an_error(w0: Agent) -> None:
         (describe, (1,), {"model": [threading.Lock()]}, "kwargs['model'][0]"),
         (lambda *_: None, (1, threading.Lock()), {}, "args[1]"),
         (lambda *_: None, (), {"x": threading.Lock()}, "kwargs['x']"),
-        (partial(describe, threading.Lock()), (1,), {}, "function"),
+        (partial(describe, threading.Lock()), (1,), {}, "function.args[0]"),
     ],
 )
 def test_an_argument_that_cannot_travel_is_named_by_its_path(
