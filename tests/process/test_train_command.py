@@ -132,15 +132,15 @@ def test_the_report_of_a_training_that_was_stopped(tmp_path: Path) -> None:
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     def options(name: str) -> list[Any]:
         folders = ["--checkpoint", tmp_path / name, "--out", tmp_path / "out"]
-        return ["--servers", 2, "--epochs", 6, "--every", 10, *folders]
+        return ["--servers", 2, "--epochs", 4, "--every", 10, *folders]
 
     finish(start(*options("whole")))
     process = start(*options("parts"))
-    read_until(process, "epoch +2")
+    read_until(process, "epoch +1")
     interrupt(process)
     output = finish(start(*options("parts"), "--resume"))
     assert "epoch   0" not in output
-    assert "epoch   5" in output
+    assert "epoch   3" in output
     for server in range(2):
         whole, parts = (
             newest(tmp_path / name / "default" / f"ps{server}") for name in ("whole", "parts")
@@ -151,7 +151,7 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path)
 
 def newest(folder: Path) -> dict[str, torch.Tensor]:
     versions = [int(each.name) for each in folder.iterdir() if each.name.isdigit()]
-    assert max(versions) == 6 * 23  # steps of 6 epochs
+    assert max(versions) == 4 * 23  # steps of 4 epochs
     found: dict[str, torch.Tensor] = load_file(
         folder / str(max(versions)) / "parameters.safetensors"
     )

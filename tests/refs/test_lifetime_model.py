@@ -294,13 +294,20 @@ class Lives(RuleBasedStateMachine):
             assert objects.reference_statistics(self.agent(name))["objects_not_created"] == 0
 
 
-Lives.TestCase.settings = settings(
-    max_examples=200,
-    stateful_step_count=40,
-    # threads of the agents run beside the machine, so a case is not replayed to the letter
-    phases=[Phase.generate],
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
-TestLives = pytest.mark.timeout(900)(Lives.TestCase)  # minutes under coverage
+def lives(count: int, *, derandomize: bool) -> Any:
+    """Return the test of this number of random lives."""
+    case: Any = type("Case", (Lives.TestCase,), {})
+    case.settings = settings(
+        max_examples=count,
+        stateful_step_count=40,
+        # threads of the agents run beside the machine, so a case is not replayed exactly
+        phases=[Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=derandomize,
+    )
+    return case
+
+
+TestLives = pytest.mark.timeout(900)(lives(80, derandomize=True))  # minutes under coverage
+TestManyLives = pytest.mark.soak(pytest.mark.timeout(3000)(lives(1000, derandomize=False)))
