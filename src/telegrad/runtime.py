@@ -417,9 +417,13 @@ class AgentRuntime:
             peer = None
         if peer is None or not peer.ready:
             try:
-                peer = self.peers.begin(to)
+                peer = self.peers.begin(to, timeout)
             except PeerLost as error:
                 listener._try_complete(None, error)
+                return
+            except TimeoutError:
+                late = timeout_error(str(worker_key(to)), describe(function), timeout, sent=False)
+                listener._try_complete(None, late)
                 return
         peer.multiplexed.submit(
             function, tuple(args), kwargs, timeout, internal, listener, keep, shared

@@ -140,7 +140,7 @@ class Peer:
         self.lost = False  # `_error` is set: it was lost, or could not be connected
         self.connect_failed = False  # which does not mean that the peer is lost
         self.connected_or_lost = thread_roles.OneShotEvent()
-        # taken by the thread that connects, and never released
+        # taken by the thread that connects, and released only if its time is over
         self._connect_lock = new_lock()
         self._runtime = runtime
         config = runtime.config
@@ -202,11 +202,18 @@ class Peer:
         """Whether a thread connects to this peer, or has done so."""
         return self._connect_lock.locked()
 
-    def connect(self) -> None:
-        """Connect to the peer and send the queued calls. Only the first call of this does so."""
+    def connect(self, timeout: float | None = None) -> None:
+        """Connect to the peer and send the queued calls. Only the first call of this does so.
+
+        After a `TimeoutError`, the next call connects.
+        """
         if not self._connect_lock.acquire(blocking=False):
             return
-        dialed = self._runtime.dial(self.member, MULTIPLEXED)
+        try:
+            dialed = self._runtime.dial(self.member, MULTIPLEXED, timeout)
+        except TimeoutError:
+            self._connect_lock.release()
+            raise
         try:
             with self._lock:
                 if self._error is not None:

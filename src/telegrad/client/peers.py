@@ -72,7 +72,8 @@ class PeerTable:
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            peer = self.begin(to)
+            left = None if timeout is None else until - time.monotonic()
+            peer = self.begin(to, left)
             role = thread_roles.pause()
             try:
                 left = None if timeout is None else until - time.monotonic()
@@ -89,10 +90,11 @@ class PeerTable:
             if self._runtime.directory.is_current(member.name, member.incarnation):
                 raise peer.error_for()  # else it has come back
 
-    def begin(self, to: WorkerAddress) -> Peer:
+    def begin(self, to: WorkerAddress, timeout: float | None) -> Peer:
         """Return a peer at once; another thread connects to it if needed.
 
-        Calls can be submitted at once.
+        Calls can be submitted at once. If the system refuses a thread, connect here, and raise
+        `TimeoutError` after `timeout` seconds.
         """
         self._runtime.require_open()
         name = self._name_of(worker_key(to))
@@ -103,7 +105,7 @@ class PeerTable:
             try:
                 self._runtime.threads.start(lambda: self._connect(peer))
             except RuntimeError:  # the system refuses a thread
-                self._connect(peer)
+                self._connect(peer, timeout)
         return peer
 
     def _add(self, member: Member) -> Peer:
@@ -117,9 +119,13 @@ class PeerTable:
                 self.by_key[member.name] = self.by_key[member.rank] = peer
             return peer
 
-    def _connect(self, peer: Peer) -> None:
+    def _connect(self, peer: Peer, timeout: float | None = None) -> None:
         try:
-            peer.connect()
+            peer.connect(timeout)
+        except TimeoutError:  # the time of this call is over, but others may wait
+            runtime = self._runtime
+            runtime.threads.start_with_retry(lambda: self._connect(peer), runtime.clock)
+            raise
         except BaseException as error:
             if isinstance(error, PeerLost):
                 # before the waiting callers are woken, because they look for it then

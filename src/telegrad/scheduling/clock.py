@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from telegrad.errors import error_text
 from telegrad.locks import new_lock
 
 T = TypeVar("T")
@@ -67,11 +68,21 @@ class Clock:
                 self._changed.notify()
 
     def call_every(self, seconds: float, run: Callable[[], None]) -> None:
-        """Run a short function periodically until the clock is closed."""
+        """Run a short function periodically until the clock is closed.
+
+        If it raises the same exception several times in a row, only the first one is logged.
+        """
+        last_error = ""
 
         def run_and_repeat() -> None:
+            nonlocal last_error
             try:
                 run()
+                last_error = ""
+            except BaseException as error:
+                before, last_error = last_error, f"{type(error).__name__}: {error_text(error)}"
+                if last_error != before:
+                    raise
             finally:
                 self.call_at(time.monotonic() + seconds, run_and_repeat)
 

@@ -102,7 +102,7 @@ class ThreadPool:
             self._alive.discard(thread)
             raise
 
-    def start_with_retry(self, job: Job, clock: Clock) -> None:
+    def start_with_retry(self, job: Job, clock: Clock, *, is_retry: bool = False) -> None:
         """Start `job`; if the system refuses a thread, retry until it does not.
 
         For jobs that must not be lost.
@@ -112,9 +112,10 @@ class ThreadPool:
         except RuntimeError as error:
             if self._closed:
                 return
-            _log.warning("%s cannot start a thread (%s); retrying", self._name, error)
+            if not is_retry:
+                _log.warning("%s cannot start a thread (%s); retrying", self._name, error)
             retry_at = time.monotonic() + _RETRY_SECONDS
-            clock.call_at(retry_at, lambda: self.start_with_retry(job, clock))
+            clock.call_at(retry_at, lambda: self.start_with_retry(job, clock, is_retry=True))
 
     def _run(self, job_box: list[Job]) -> None:
         # In free-threaded Python 3.14 a thread inherits the context variables of the thread that
